@@ -1,0 +1,42 @@
+"""Every difference between the supported versions of transformers, and nothing else."""
+
+import inspect
+
+from transformers.cache_utils import DynamicCache
+from transformers.generation import configuration_utils
+from transformers.utils.output_capturing import _active_collector
+
+#: Under which names a cache travels in model kwargs: `cache` since 5.24, before `past_key_values`, `cache_params`.
+CACHE_KEYS = ("cache", "past_key_values", "cache_params")
+
+
+def cache_key(model_kwargs: dict) -> str | None:
+    """The name under which `model_kwargs` holds a cache, or `None`."""
+    return next((key for key in CACHE_KEYS if model_kwargs.get(key) is not None), None)
+
+
+def forward_cache_name(model) -> str:
+    """The name of the cache argument of `model.forward`."""
+    parameters = inspect.signature(model.forward).parameters
+    return next((key for key in CACHE_KEYS if key in parameters), CACHE_KEYS[0])
+
+
+def wants_attentions(kwargs: dict) -> bool:
+    """Whether the caller of the model asked for attention weights (by argument, or through the output recorder)."""
+    if kwargs.get("output_attentions"):
+        return True
+    collected = _active_collector.get()
+    return collected is not None and any("attentions" in key for key in collected)
+
+
+def valid_strings() -> tuple[str, ...]:
+    """What `GenerationConfig` accepts as `cache_implementation`."""
+    return configuration_utils.ALL_CACHE_IMPLEMENTATIONS
+
+
+def set_valid_strings(names: tuple[str, ...]) -> None:
+    configuration_utils.ALL_CACHE_IMPLEMENTATIONS = names
+
+
+def build_dynamic(config) -> DynamicCache:
+    return DynamicCache(config=config)

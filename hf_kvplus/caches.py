@@ -1,0 +1,193 @@
+"""The cache objects: `PagedCache`, named presets of it, and `make_cache`, which builds what a string stands for."""
+
+import copy
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+from . import registry
+from .errors import invalid
+from .layer import PagedLayer
+from .registry import CacheSpec
+from .retention import Retention
+from .retention.sliding import Sliding
+from .stats import CacheStats, collect
+
+
+class PagedCache(DynamicCache):
+    """A cache of pages that are sealed once: shared by beams and forks, encoded, evicted and offloaded as asked.
+
+    Args:
+        config: the model's config (or an iterable of `(keys, values, ...)` per layer, as DataParallel rebuilds caches).
+        format: how pages are written, `"native"` or `"int8"`.
+        retention: which tokens stay: `None` (all), a name (`"sliding"`, `"keydiff"`) or a `Retention`.
+        placement: where pages live: `None` (where their layer runs), `"offloaded"` or a `Placement`.
+        page_size: tokens in a page, a power of two from 8 to 256.
+        options: fields of the retention policy and the placement that were given by name, such as `window` or `budget`.
+
+    Raises:
+        CacheConfigError: an argument that is not accepted, with what is.
+
+    Example:
+        >>> cache = PagedCache(model.config, format="int8")
+        >>> out = model.generate(**inputs, cache=cache, return_dict_in_generate=True)
+        >>> print(cache.stats())
+    """
+
+    def __init__(
+        self,
+        config: PreTrainedConfig | Iterable | None = None,
+        *,
+        format: str = "native",
+        retention: str | Retention | None = None,
+        placement: Any = None,
+        page_size: int = 64,
+        **options: Any,
+    ) -> None:
+        spec = registry.compose(format, retention, placement, {"page_size": page_size, **options})
+        if isinstance(config, PreTrainedConfig):
+            super().__init__(config=config)
+            self._pave(spec)
+        elif config is None or isinstance(config, Iterable):
+            Cache.__init__(self, layers=[])
+            self.layer_class_to_replicate = lambda: _paged(DynamicLayer(), spec)
+            self.spec = spec
+            for layer_idx, (keys, values, *_) in enumerate(config or ()):
+                if keys is None:
+                    self.layers.append(self.layer_class_to_replicate())
+                else:
+                    self.update(keys, values, layer_idx)
+        else:
+            raise invalid("config", type(config).__name__, "the config of a model (`model.config`)")
+
+    @classmethod
+    def from_cache(cls, cache: DynamicCache, spec: CacheSpec) -> "PagedCache":
+        """The layers of an empty `cache`, with its attention layers in pages."""
+        paged = cls.__new__(cls)
+        Cache.__init__(paged, layers=list(cache.layers))
+        paged._pave(spec)
+        return paged
+
+    def _pave(self, spec: CacheSpec) -> None:
+        # Linear, hybrid, indexed and dummy layers stay transformers' own: only these two exact types become pages.
+        self.spec = spec
+        self.layers = [_paged(layer, spec) for layer in self.layers]
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args, **kwargs):
+        """As `Cache.update`; what comes back stands for the dense tensors (see `hf_kvplus.standin`)."""
+        result = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        self.layers[(layer_idx + 1) % len(self.layers)].prefetch()
+        return result
+
+    @property
+    def is_compileable(self) -> bool:
+        """False: a step still decides on the host when to seal a page."""
+        return False
+
+    def expand_prompt(self, copies: int) -> None:
+        """Announce that the next prompt's rows come in groups of `copies` equal ones, whose pages are stored once."""
+        for layer in self.paged_layers:
+            layer.expansion = copies
+
+    @property
+    def paged_layers(self) -> list[PagedLayer]:
+        return [layer for layer in self.layers if isinstance(layer, PagedLayer)]
+
+    def fork(self, repeats: int = 1) -> "PagedCache":
+        """An independent cache with every sequence `repeats` times, sharing the pages of this one.
+
+        Neither cache sees what the other goes on to store. Only the tails are copied.
+        """
+        if isinstance(repeats, bool) or not isinstance(repeats, int) or repeats < 1:
+            raise invalid("repeats", repeats, "a whole number from 1")
+        twin = copy.copy(self)
+        twin.layers = []
+        for layer in self.layers:
+            if isinstance(layer, PagedLayer):
+                twin.layers.append(layer.fork(repeats))
+                continue
+            layer = copy.deepcopy(layer)
+            if repeats > 1 and layer.is_initialized:
+                rows = layer.batch_size if hasattr(layer, "batch_size") else layer.keys.shape[0]
+                layer.reorder_cache(torch.arange(rows).repeat_interleave(repeats))
+            twin.layers.append(layer)
+        return twin
+
+    def __deepcopy__(self, memo: dict) -> "PagedCache":
+        """A fork: pages never change, so an independent copy need not copy them."""
+        return self.fork()
+
+    def stats(self) -> CacheStats:
+        """What the cache holds and occupies now."""
+        return collect(self.layers)
+
+    def __repr__(self) -> str:
+        spec = self.spec
+        return (
+            f"{type(self).__name__}(format={spec.format!r}, retention={spec.retention}, placement={spec.placement}, "
+            f"page_size={spec.page_size}, layers={len(self.layers)})"
+        )
+
+
+def _paged(layer, spec: CacheSpec):
+    """The paged layer to stand in `layer`'s place, or `layer` itself if it is of a kind that we leave alone."""
+    build = {"format": spec.format_spec, "placement": spec.placement, "page_size": spec.page_size}
+    if type(layer) is DynamicLayer:
+        return PagedLayer(**build, retention=spec.retention)
+    if type(layer) is DynamicSlidingWindowLayer:
+        # The model's own window bounds the layer; a policy for full attention has nothing to add, a window may narrow it.
+        own, narrower = Sliding(window=layer.sliding_window, sink_tokens=0), spec.retention
+        if isinstance(narrower, Sliding) and narrower.window < own.window:
+            return PagedLayer(**build, retention=narrower, is_sliding=True)
+        return PagedLayer(**build, retention=own, is_sliding=True, masked_by_model=True)
+    return layer
+
+
+class QuantizedPagedCache(PagedCache):
+    """A `PagedCache` with quantized pages (`format="int8"` unless given)."""
+
+    def __init__(self, config=None, *, format: str = "int8", **options: Any) -> None:
+        super().__init__(config, format=format, **options)
+
+
+class SlidingPagedCache(PagedCache):
+    """A `PagedCache` that keeps attention sinks and a window (`retention="sliding"`)."""
+
+    def __init__(self, config=None, *, window: int = 1024, sink_tokens: int = 4, **options: Any) -> None:
+        super().__init__(config, retention=Sliding(window, sink_tokens), **options)
+
+
+class PrunedPagedCache(PagedCache):
+    """A `PagedCache` that keeps the most important tokens (`retention="keydiff"` unless given)."""
+
+    def __init__(self, config=None, *, retention: str | Retention = "keydiff", **options: Any) -> None:
+        super().__init__(config, retention=retention, **options)
+
+
+class OffloadedPagedCache(PagedCache):
+    """A `PagedCache` whose pages live in CPU memory or in files (`placement="offloaded"`)."""
+
+    def __init__(self, config=None, **options: Any) -> None:
+        super().__init__(config, placement="offloaded", **options)
+
+
+def make_cache(name: str, model_or_config: Any, **cache_config: Any) -> Cache:
+    """The cache that `generate(cache_implementation=name, cache_config=cache_config)` would build.
+
+    Args:
+        name: a string such as `"paged_int8"` (`available()` lists them).
+        model_or_config: the model, or its config.
+        cache_config: what else the string accepts, such as `page_size`, `window` or `budget`.
+
+    Raises:
+        CacheConfigError: a string, key or value that is not accepted, with what is and the nearest spelling.
+    """
+    config = getattr(model_or_config, "config", model_or_config)
+    if not isinstance(config, PreTrainedConfig):
+        raise invalid("model_or_config", type(model_or_config).__name__, "a model or its config")
+    if name in registry.FACTORIES:
+        return registry.FACTORIES[name](config, **cache_config)
+    return PagedCache.from_cache(DynamicCache(config=config), registry.parse(name, cache_config))

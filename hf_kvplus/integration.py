@@ -1,0 +1,150 @@
+"""Every hook into transformers, and nothing else: three places, put back by `unregister()`.
+
+- The strings join those that `GenerationConfig` accepts, and a misspelt one is told its nearest neighbour.
+- `generate` builds its cache as ever, for "dynamic"; then its attention layers become pages.
+- Attention functions are preceded by one test: is the key a stand-in?
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from transformers import GenerationConfig
+from transformers.cache_utils import DynamicCache, EncoderDecoderCache
+from transformers.generation.utils import GenerationMixin
+from transformers.modeling_utils import AttentionInterface
+
+from . import _compat, registry
+from .attention import attend
+from .caches import PagedCache
+from .errors import UnsupportedModelError, invalid
+from .standin import StandIn
+
+_originals: dict[str, Any] = {}
+
+
+def register() -> None:
+    """Make transformers know our strings and caches. Importing hf_kvplus does this; calling it again changes nothing."""
+    if _originals:
+        return
+    _originals.update(
+        strings=_compat.valid_strings(),
+        validate=GenerationConfig.validate,
+        prepare=GenerationMixin._prepare_cache_for_generation,
+        get_interface=AttentionInterface.get_interface,
+    )
+    GenerationConfig.validate = _validate
+    GenerationMixin._prepare_cache_for_generation = _prepare_cache
+    AttentionInterface.get_interface = _get_interface
+    _announce()
+
+
+def unregister() -> None:
+    """Leave transformers as it was before `register()`."""
+    if not _originals:
+        return
+    _compat.set_valid_strings(_originals["strings"])
+    GenerationConfig.validate = _originals["validate"]
+    GenerationMixin._prepare_cache_for_generation = _originals["prepare"]
+    AttentionInterface.get_interface = _originals["get_interface"]
+    _originals.clear()
+
+
+def register_cache_implementation(name: str, factory: Callable[..., Any]) -> None:
+    """Let `generate(cache_implementation=name)` use a cache of your own.
+
+    Args:
+        name: the string. Not one of transformers' or of ours.
+        factory: called as `factory(config, **cache_config)` with the decoder's config; returns a `transformers.Cache`.
+    """
+    taken = (set(registry.names()) - set(registry.FACTORIES)) | {"paged"}
+    taken |= set(_originals["strings"] if _originals else _compat.valid_strings())
+    if not isinstance(name, str) or name in taken:
+        raise invalid("name", name, "a string that neither transformers nor hf_kvplus uses")
+    if not callable(factory):
+        raise invalid("factory", factory, "a function of (config, **cache_config) that returns a Cache")
+    registry.FACTORIES[name] = factory
+    if _originals:
+        _announce()
+
+
+def _announce() -> None:
+    _compat.set_valid_strings((*_originals["strings"], *registry.names()))
+
+
+@functools.wraps(GenerationConfig.validate)
+def _validate(self, *args, **kwargs):
+    given = self.cache_implementation
+    if isinstance(given, str) and given != "paged" and given not in _compat.valid_strings() and "paged" in given:
+        raise registry.unknown_string(given)
+    return _originals["validate"](self, *args, **kwargs)
+
+
+@functools.wraps(GenerationMixin._prepare_cache_for_generation)
+def _prepare_cache(self, generation_config, model_kwargs, generation_mode, batch_size, *args, **kwargs):
+    original = functools.partial(_originals["prepare"], self, generation_config, model_kwargs, generation_mode)
+    name, given = generation_config.cache_implementation, _compat.cache_key(model_kwargs)
+    copies = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
+    if name not in registry.names() or (given and not generation_config.is_assistant):
+        result = original(batch_size, *args, **kwargs)
+        if given:
+            _paged_of(model_kwargs[given], lambda cache: cache.expand_prompt(copies))
+        return result
+
+    spec = None if name in registry.FACTORIES else registry.parse(name, generation_config.cache_config)
+    generation_config.cache_implementation = None if generation_config.is_assistant else "dynamic"
+    try:
+        result = original(batch_size, *args, **kwargs)
+    finally:
+        generation_config.cache_implementation = name
+    key = _compat.cache_key(model_kwargs)
+    if given or (key is None and generation_config.use_cache is False):
+        return result
+    built = model_kwargs.get(key)
+    nested = isinstance(built, EncoderDecoderCache)
+    decoder_cache = built.self_attention_cache if nested else built
+    if type(decoder_cache) is not DynamicCache:
+        raise UnsupportedModelError(
+            f"`cache_implementation`: {name!r} cannot serve {type(self).__name__}, which "
+            + ("keeps no cache that transformers could replace." if built is None else
+               f"insists on a cache of its own ({type(decoder_cache).__name__}).")
+            + " Leave `cache_implementation` out for this model."
+        )  # fmt: skip
+    if spec is None:
+        config = self.config.get_text_config(decoder=True)
+        cache = registry.FACTORIES[name](config, **(generation_config.cache_config or {}))
+    else:
+        cache = PagedCache.from_cache(decoder_cache, spec)
+        cache.expand_prompt(copies)
+    if generation_config.is_assistant:
+        cache.activate_past_recording()
+    if nested:
+        built.self_attention_cache = cache
+    else:
+        model_kwargs[key] = cache
+    return result
+
+
+def _paged_of(cache, action: Callable[[PagedCache], None]) -> None:
+    """Apply `action` to the part of `cache` that is ours, if any."""
+    cache = getattr(cache, "self_attention_cache", cache)
+    if isinstance(cache, PagedCache):
+        action(cache)
+
+
+@functools.wraps(AttentionInterface.get_interface)
+def _get_interface(self, attn_implementation, default):
+    return _preceded(_originals["get_interface"](self, attn_implementation, default))
+
+
+@functools.lru_cache(maxsize=None)
+def _preceded(inner: Callable) -> Callable:
+    """`inner`, which leaves calls whose key is a stand-in to `attend`."""
+
+    @functools.wraps(inner)
+    def attention(module, query, key, *args, **kwargs):
+        if type(key) is StandIn:
+            return attend(inner, module, query, key, *args, **kwargs)
+        return inner(module, query, key, *args, **kwargs)
+
+    return attention

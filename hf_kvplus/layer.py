@@ -1,0 +1,354 @@
+"""One attention layer's cache: append to the tail, seal full pages, let the policy choose, place the pages.
+
+The life of a token: `update` takes it (a prompt is held as it came until its attention has run; decoded tokens go
+straight to the tail), `_seal` encodes full pages, `_evict` asks the policy once the layer outgrows its budget by a page.
+Sealing and evicting happen at the start of the next `update`, so that a rejected draft (`crop`) leaves no trace.
+"""
+
+import copy
+from collections import Counter
+
+import torch
+from torch.nn.functional import pad
+from transformers.cache_utils import CacheLayerMixin
+
+from .errors import UnsupportedModelError
+from .formats import FormatSpec
+from .placement import Placement
+from .retention import LayerState, Retention
+from .sealed import SealedTokens
+from .segment import NO_TOKEN
+from .standin import StandIn
+from .tail import Tail
+
+#: Up to this many tokens (drafts being verified) are decoded in place; more are a prefill.
+MAX_DECODE_TOKENS = 16
+
+
+class PagedLayer(CacheLayerMixin):
+    """Keys and values of one layer in pages.
+
+    Args:
+        format: how pages are written.
+        placement: where they live.
+        retention: which tokens stay; `None` keeps all.
+        page_size: tokens in a page.
+        is_sliding: whether the model gives this layer the mask of its sliding (or chunked) attention.
+        masked_by_model: whether that mask hides all that `retention` evicts.
+
+    `seen` counts the tokens given, padding included; a token's position is its index among those. Without a retention
+    policy every position is stored, in order. The tail always holds the newest positions.
+    """
+
+    is_compileable = False
+    is_croppable = True
+    supports_early_init = False
+
+    #: Dense tensors built from pages, over all layers: decoding leaves it alone (tests hold it to that).
+    dense_reads = 0
+
+    def __init__(
+        self,
+        format: FormatSpec,
+        placement: Placement,
+        retention: Retention | None = None,
+        page_size: int = 64,
+        is_sliding: bool = False,
+        masked_by_model: bool = False,
+    ) -> None:
+        self.format, self.placement, self.retention = format, placement, retention
+        self.page_size, self.is_sliding, self.masked_by_model = page_size, is_sliding, masked_by_model
+        self.expansion = 1  # consecutive rows that hold the same prompt (num_beams, num_return_sequences)
+        self.record_past = False
+        self.reset()
+
+    # --- what transformers asks -----------------------------------------------------------------------------------
+
+    def reset(self) -> None:
+        """Forget all tokens and give their memory back."""
+        self.is_initialized = False
+        self.seen = 0
+        self.evicted_at = 0  # `seen` when tokens were last evicted: no crop can go back behind it
+        self.first: torch.Tensor | None = None  # position of each row's first token that is not padding
+        self.sealed: SealedTokens | None = None
+        self.tail: Tail | None = None
+        self._pending: tuple[torch.Tensor, torch.Tensor] | None = None  # given, but attention has not run yet
+        self._grown = False  # pages were sealed since the policy was last asked
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        self.device, self.dtype = key_states.device, key_states.dtype
+        self.sealed = SealedTokens(
+            key_states, value_states, self.format, self.placement, self.page_size, self.retention is not None
+        )
+        self.tail = Tail(key_states, value_states)
+        self.is_initialized = True
+
+    @property
+    def rows(self) -> int:
+        return self.tail.keys.shape[0] if self.is_initialized else 0
+
+    @property
+    def batch_size(self) -> int:
+        return self.rows if self.is_initialized else -1
+
+    def get_seq_length(self) -> int:
+        """Tokens seen, padding and evicted ones included: the position of the next one."""
+        return self.seen
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Masks are asked for over all positions; columns of evicted tokens are left out when they are applied."""
+        return self.seen + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    get_max_cache_shape = get_max_length
+
+    def activate_past_recording(self) -> None:
+        """Announce that `crop` follows the next updates: what it may take back is neither sealed nor evicted."""
+        self.record_past = True
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs) -> tuple[StandIn, StandIn]:
+        """Take new tokens `[rows, heads, new, dim]` and return stand-ins for all keys and all values."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        if key_states.shape[0] != self.rows:
+            raise ValueError(
+                f"`key_states` has {key_states.shape[0]} rows, but this cache holds {self.rows} sequences. "
+                "Call `batch_repeat_interleave`, `fork` or `reset` first."
+            )
+        self._settle()
+        new, empty = key_states.shape[-2], self.seen == 0
+        if empty or new > MAX_DECODE_TOKENS:
+            self._pending = (key_states, value_states)
+        else:
+            self.tail.append(key_states, value_states)
+        self.seen += new
+        return tuple(
+            StandIn(self, name, torch.Size((*states.shape[:2], self.seen, states.shape[-1])), states if empty else None)
+            for name, states in (("keys", key_states), ("values", value_states))
+        )
+
+    # --- reading --------------------------------------------------------------------------------------------------
+
+    @property
+    def slots(self) -> int:
+        """Token slots that attention runs over: those of the pages, the tail, and what is pending."""
+        return self.sealed.slots + self.tail.length + (self._pending[0].shape[-2] if self._pending else 0)
+
+    def unsealed(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of all tokens that are in no page yet."""
+        if self._pending is None:
+            return self.tail.keys, self.tail.values
+        if self.tail.length == 0:
+            return self._pending
+        return tuple(torch.cat(pair, dim=-2) for pair in zip((self.tail.keys, self.tail.values), self._pending))
+
+    def slot_positions(self) -> torch.Tensor:
+        """Position of every slot, int32 `[rows, heads, slots]`; -1 where it holds no token. Only with a policy."""
+        sealed = self.sealed.slot_positions()
+        unsealed = self.slots - sealed.shape[-1]
+        recent = torch.arange(self.seen - unsealed, self.seen, dtype=sealed.dtype, device=sealed.device)
+        recent = recent.expand(self.rows, -1)
+        if self.tail.padding is not None:
+            recent = recent.masked_fill(pad(self.tail.padding, (0, unsealed - self.tail.length)), NO_TOKEN)
+        return torch.cat([sealed, recent[:, None].expand(-1, sealed.shape[1], -1)], dim=-1)
+
+    def dense(self, name: str) -> torch.Tensor:
+        """`"keys"` or `"values"` of all slots, decoded, `[rows, heads, slots, dim]`; zeros where a page is missing."""
+        PagedLayer.dense_reads += 1
+        return torch.cat([self.sealed.read(name), self.unsealed()[name == "values"]], dim=-2)
+
+    def contiguous(self, name: str) -> torch.Tensor:
+        """As `dense`, but indexed by position: `[rows, heads, seen, dim]`, zeros where a token was evicted."""
+        dense = self.dense(name)
+        if self.retention is None:
+            return dense
+        out = dense.new_zeros((*dense.shape[:2], self.seen + 1, dense.shape[-1]))  # the last place takes empty slots
+        where = self.slot_positions().long()
+        where = where.masked_fill(where == NO_TOKEN, self.seen)[..., None].expand_as(dense)
+        return out.scatter_(2, where, dense)[:, :, : self.seen]
+
+    keys = property(lambda self: self.contiguous("keys") if self.is_initialized else None)
+    values = property(lambda self: self.contiguous("values") if self.is_initialized else None)
+
+    def touch(self, standin: StandIn) -> torch.Tensor:
+        """The dense tensor for code that is not our attention function (a model that reshapes keys, say)."""
+        if self.retention is not None and not self.masked_by_model:
+            raise UnsupportedModelError(
+                f"This model reads the cached {standin.name} outside of its attention function (inline attention, or "
+                "latents that are expanded), so a cache that evicts tokens cannot serve it. Use a string without a "
+                "retention policy, such as 'paged_int8'."
+            )
+        if standin.fresh is not None:
+            self.commit()
+            return standin.fresh
+        # A stand-in that outlived later updates still means the tokens of its own time.
+        return self.contiguous(standin.name)[:, :, : standin.shape[2]]
+
+    # --- sealing --------------------------------------------------------------------------------------------------
+
+    def commit(self, padding: torch.Tensor | None = None) -> None:
+        """Store the tokens that `update` left pending, now that attention has used them as they came.
+
+        Args:
+            padding: bool `[rows, new]`, tokens that no query may ever see; `None` if there are none.
+        """
+        if self._pending is None:
+            return
+        keys, values = self.unsealed()
+        prompt = self.seen == keys.shape[-2]
+        self._pending = None
+        if padding is not None or self.tail.padding is not None:
+            parts = [self.tail.padding, padding]
+            lengths = [self.tail.length, keys.shape[-2] - self.tail.length]
+            blank = torch.zeros((self.rows, 0), dtype=torch.bool, device=self.device)
+            parts = [pad(blank, (0, n)) if part is None else part for part, n in zip(parts, lengths)]
+            padding = torch.cat(parts, dim=1)
+        copies = 1
+        if prompt:
+            self.first = torch.zeros(self.rows, dtype=torch.int64, device=self.device)
+            copies, self.expansion = self._same_prompts(keys, values), 1
+        if padding is not None:
+            unopened = self.first == self.seen - keys.shape[-2]  # rows that held nothing but padding until here
+            self.first = self.first + padding.long().cumprod(dim=1).sum(dim=1) * unopened
+        if prompt and self.retention is not None and not self.record_past and self._outgrown(self.seen):
+            self._seal_survivors(keys, values, padding, copies)
+        else:
+            # Drafts among these tokens may be cropped next: the last ones are kept as they came.
+            self._seal_whole_pages(keys, values, padding, self.page_size if self.record_past else 0, copies)
+
+    def _settle(self) -> None:
+        """Bring the layer to rest: nothing pending, full pages sealed, the budget kept."""
+        self.commit()
+        if self.tail.length - self.format.residual >= self.page_size:
+            self._seal_whole_pages(self.tail.keys, self.tail.values, self.tail.padding)
+        if self._grown and self.retention is not None:
+            self._evict()
+        self._grown = False
+
+    def _seal_whole_pages(self, keys, values, padding, margin: int = 0, copies: int = 1) -> None:
+        """Seal the oldest of the unsealed tokens given; the rest (at least residual and margin) is the new tail."""
+        length = keys.shape[-2]
+        whole = max(0, length - self.format.residual - margin) // self.page_size * self.page_size
+        if whole:
+            positions = None
+            if padding is not None or self.retention is not None:
+                start = self.seen - length
+                positions = torch.arange(start, start + whole, dtype=torch.int32, device=self.device)
+                positions = positions.expand(*keys.shape[:2], -1)
+                if padding is not None:
+                    positions = positions.masked_fill(padding[:, None, :whole], NO_TOKEN)
+            self.sealed.append(keys[:, :, :whole], values[:, :, :whole], positions, copies)
+            self._grown = True
+        self.tail.replace(keys[:, :, whole:], values[:, :, whole:], None if padding is None else padding[:, whole:])
+
+    def _same_prompts(self, keys: torch.Tensor, values: torch.Tensor) -> int:
+        """`expansion` if every group of so many rows really holds the same tokens, else 1."""
+        if self.expansion == 1 or self.rows % self.expansion:
+            return 1
+        for tokens in (keys, values):
+            groups = tokens.unflatten(0, (-1, self.expansion))
+            if not torch.allclose(groups[:, 1:], groups[:, :1].expand_as(groups[:, 1:]), rtol=1e-2, atol=1e-3):
+                return 1
+        return self.expansion
+
+    # --- evicting -------------------------------------------------------------------------------------------------
+
+    def _outgrown(self, stored: int, slack: int = 0) -> bool:
+        longest = self.seen - int(self.first.min())
+        return min(stored, longest) > self.retention.capacity(longest) + slack
+
+    def _seal_survivors(self, keys, values, padding, copies: int) -> None:
+        """Seal what the policy keeps of a prompt; nothing of it goes to the tail."""
+        positions = torch.arange(keys.shape[-2], dtype=torch.int32, device=self.device).expand(*keys.shape[:3])
+        if padding is not None:
+            positions = positions.masked_fill(padding[:, None], NO_TOKEN)
+        keep = self.retention.select(LayerState(positions, self.seen, self.first, 0, lambda: keys))
+        self.sealed.repack(keys, values, positions, keep & (positions != NO_TOKEN), copies)
+        self.tail.replace(keys[:, :, :0], values[:, :, :0])
+        self.evicted_at = self.seen
+
+    def _evict(self) -> None:
+        """Let the policy choose among the sealed tokens, if they and the tail exceed the budget by a page."""
+        if not self._outgrown(self.slots, slack=self.page_size - 1):
+            return
+        positions = self.sealed.slot_positions()
+        state = LayerState(positions, self.seen, self.first, self.tail.length, lambda: self.sealed.read("keys"))
+        keep = self.retention.select(state) & (positions != NO_TOKEN)
+        if not self.retention.whole_pages:
+            self.sealed.repack(self.sealed.read("keys"), self.sealed.read("values"), positions, keep)
+        elif not self.sealed.drop_empty(keep):
+            return
+        self.evicted_at = self.seen
+
+    # --- rows and rollback ----------------------------------------------------------------------------------------
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the newest `-tokens_to_remove` tokens (0 or less, as transformers 5.19 and later have it)."""
+        if tokens_to_remove > 0:
+            raise ValueError(
+                f"`tokens_to_remove`: got {tokens_to_remove}, accepted: 0 or a negative number, how many of the newest "
+                f"tokens to forget. To keep {tokens_to_remove} tokens, pass {tokens_to_remove - self.seen}."
+            )
+        if tokens_to_remove == 0 or not self.is_initialized:
+            return
+        self.commit()
+        target = max(0, self.seen + tokens_to_remove)
+        if target < self.evicted_at:
+            raise ValueError(
+                f"`tokens_to_remove`: got {tokens_to_remove}, which goes back to {target} tokens, but tokens were "
+                f"evicted when {self.evicted_at} had been seen. Crop less, `fork` the cache before generating and go "
+                "back to the fork, or use a string without a retention policy."
+            )
+        missing = self.seen - target - self.tail.length  # tokens to take back out of the pages
+        if missing <= 0:
+            self.tail.crop(-missing)
+        else:
+            self.tail.replace(*self.sealed.truncate(self.sealed.slots - missing))
+        self.seen = target
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Row `i` becomes what row `beam_idx[i]` was: pages by their numbers, the tail by copy."""
+        if not self.is_initialized:
+            return
+        self.commit()
+        self.sealed.select_rows(beam_idx)
+        self.tail.select_rows(beam_idx)
+        if self.first is not None:
+            self.first = self.first.index_select(0, beam_idx.to(self.first.device))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Every row `repeats` times, side by side."""
+        self.reorder_cache(torch.arange(self.rows).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep the rows `indices` (numbers, or a bool mask)."""
+        self.reorder_cache(torch.arange(self.rows)[torch.as_tensor(indices).cpu()])
+
+    def fork(self, repeats: int) -> "PagedLayer":
+        """An independent layer with every row `repeats` times, which shares this one's pages."""
+        self.commit()
+        twin = copy.copy(self)
+        if self.is_initialized:
+            twin.sealed, twin.tail = self.sealed.fork(), self.tail.copy()
+            twin.batch_repeat_interleave(repeats)
+        return twin
+
+    def offload(self) -> None:
+        """Nothing to do: the placement decided where the pages live when they were written."""
+
+    def prefetch(self) -> None:
+        """Start bringing this layer's pages to its device, if they live elsewhere."""
+        if self.is_initialized:
+            for segment in self.sealed.segments:
+                segment.storage.prefetch()
+
+    def bytes_by_tier(self) -> dict[str, int]:
+        """Bytes of every tensor and file that this layer holds, by tier."""
+        if not self.is_initialized:
+            return {}
+        tiers = Counter({str(self.device): self.tail.nbytes + sum(tokens.nbytes for tokens in self._pending or ())})
+        for segment in self.sealed.segments:
+            tiers.update(segment.bytes_by_tier())
+        return dict(tiers)

@@ -1,0 +1,149 @@
+"""A run of pages in one format: encoded once, named by a block table, stored where the placement says."""
+
+import copy
+from collections import Counter
+
+import torch
+
+from .formats import FormatSpec
+from .ops.decode_attention import PageView
+from .pages import NULL_PAGE, PagePool
+from .placement import Placement
+
+NO_TOKEN = -1  # the position of a slot that holds none
+
+
+class Segment:
+    """Pages of keys and values `[rows, heads, slots, dim]`; slot `s` is in column `s // page_size` of the table.
+
+    Args:
+        keys, values: tensors like the tokens to come, for dtype, device and dimensions.
+        format, placement, page_size: as for `PagedLayer`.
+        track_positions: whether slots and positions part ways (something evicts); if not, slot `s` is position `s`.
+    """
+
+    def __init__(
+        self,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        format: FormatSpec,
+        placement: Placement,
+        page_size: int,
+        track_positions: bool,
+    ) -> None:
+        self.page_size, self.dtype, self.device = page_size, keys.dtype, keys.device
+        self.formats = {
+            "keys": format.key(page_size, keys.shape[-1], keys.dtype, channel_major=True),
+            "values": format.value(page_size, values.shape[-1], values.dtype, channel_major=False),
+        }
+        layout = {
+            f"{kind}.{part}": spec for kind, pages in self.formats.items() for part, spec in pages.parts.items()
+        }
+        self.storage = placement.storage(layout, self.device)
+        self.pool = PagePool()
+        self.table = self.pool.new_table(keys.shape[0], keys.shape[1], self.device)
+        self.positions: torch.Tensor | None = None  # int32 [capacity, page_size]
+        if track_positions:
+            self.positions = torch.empty((0, page_size), dtype=torch.int32, device=self.device)
+
+    @property
+    def slots(self) -> int:
+        return self.table.columns * self.page_size
+
+    @property
+    def bytes_per_page(self) -> int:
+        return sum(format.bytes_per_page() for format in self.formats.values())
+
+    def view(self) -> PageView:
+        """All pages as the operations read them."""
+        parts = self.storage.view()
+        return PageView(
+            *(_parts_of(kind, parts) for kind in self.formats),
+            *self.formats.values(),
+            self.table.ids,
+            self.table.has_null,
+        )
+
+    def read(self, kind: str) -> torch.Tensor:
+        """`"keys"` or `"values"` of every slot, decoded; zeros where there is no page."""
+        format, ids = self.formats[kind], self.table.ids.flatten().long()
+        if self.storage.capacity:
+            tokens = format.decode(_parts_of(kind, self.storage.read(ids.clamp(min=0))))
+        else:
+            tokens = torch.zeros((len(ids), self.page_size, format.dim), dtype=self.dtype, device=self.device)
+        if self.table.has_null:
+            tokens = tokens.masked_fill((ids == NULL_PAGE)[:, None, None], 0)
+        return tokens.reshape(*self.table.ids.shape[:2], self.slots, format.dim)
+
+    def missing(self) -> torch.Tensor:
+        """Bool `[rows, heads, slots]`: slots of pages that are not there."""
+        return (self.table.ids == NULL_PAGE).repeat_interleave(self.page_size, dim=-1)
+
+    def slot_positions(self) -> torch.Tensor:
+        """Int32 `[rows, heads, slots]`, `NO_TOKEN` where a slot is empty. Only with `track_positions`."""
+        ids = self.table.ids.long()
+        if self.positions.shape[0] == 0:
+            return self.positions.new_full((*ids.shape[:2], self.slots), NO_TOKEN)
+        found = self.positions[ids.clamp(min=0)]
+        if self.table.has_null:
+            found = found.masked_fill((ids == NULL_PAGE)[..., None], NO_TOKEN)
+        return found.flatten(2)
+
+    def append(self, keys: torch.Tensor, values: torch.Tensor, positions: torch.Tensor | None, copies: int = 1) -> None:
+        """Seal whole pages of tokens behind those there are.
+
+        Args:
+            keys, values: `[rows, heads, n * page_size, dim]`.
+            positions: int `[rows, heads, n * page_size]`, `NO_TOKEN` for padding; pages of padding alone are not
+                stored. `None` if nothing is padding (and positions are not tracked).
+            copies: rows come in groups of so many that hold the same tokens; a group shares the pages of its first.
+        """
+        self.table.append(self._write(keys, values, positions, copies))
+
+    def drop_empty(self, keep: torch.Tensor) -> bool:
+        """Drop the pages of which `keep [rows, heads, slots]` holds no slot; whether there were any."""
+        doomed = ~keep.unflatten(-1, (-1, self.page_size)).any(-1) & (self.table.ids != NULL_PAGE)
+        if not bool(doomed.any()):
+            return False
+        self.table.drop(doomed)
+        return True
+
+    def bytes_by_tier(self) -> dict[str, int]:
+        """Bytes of the storage and of the tables, by tier."""
+        tiers = Counter(self.storage.bytes_by_tier())
+        tiers[str(self.device)] += self.table.nbytes + (0 if self.positions is None else self.positions.nbytes)
+        return dict(tiers)
+
+    def fork(self) -> "Segment":
+        """The same tokens once more, by the same pages."""
+        twin = copy.copy(self)
+        twin.table = self.pool.adopt(self.table.copy())
+        return twin
+
+    def _write(self, keys, values, positions, copies: int) -> torch.Tensor:
+        """Encode tokens into new pages; their numbers, int32 `[rows, heads, n]`."""
+        rows, split = keys.shape[0], (-1, self.page_size)
+        keys, values = (tokens[::copies].unflatten(2, split) for tokens in (keys, values))
+        ids = torch.full(keys.shape[:3], NULL_PAGE, dtype=torch.int32)
+        held = torch.ones_like(ids, dtype=torch.bool)
+        if positions is not None:
+            positions = positions[::copies].unflatten(2, split)
+            held = (positions != NO_TOKEN).any(-1).cpu()
+        numbers = self.pool.allocate(int(held.sum()))
+        ids[held] = numbers.int()
+        held = held.to(self.device)
+        self.storage.resize(self.pool.capacity)
+        encoded = {"keys": self.formats["keys"].encode(keys[held]), "values": self.formats["values"].encode(values[held])}
+        self.storage.write(
+            numbers, {f"{kind}.{part}": codes for kind, parts in encoded.items() for part, codes in parts.items()}
+        )
+        if self.positions is not None:
+            missing = self.pool.capacity - self.positions.shape[0]
+            self.positions = torch.nn.functional.pad(self.positions, (0, 0, 0, missing), value=NO_TOKEN)
+            self.positions[numbers.to(self.device)] = positions[held].to(self.positions.dtype)
+        return ids.repeat_interleave(rows // ids.shape[0], dim=0).to(self.device)
+
+
+def _parts_of(kind: str, parts: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The parts of `"keys"` or of `"values"`, under the names that their format knows."""
+    return {name.split(".", 1)[1]: part for name, part in parts.items() if name.startswith(kind)}

@@ -1,0 +1,80 @@
+"""What `PagedLayer.update` returns for "all keys" and "all values".
+
+The attention function recognises a stand-in and reads the layer's pages. Any other code that touches one gets the dense
+tensor, built at that moment, and goes on as with any cache.
+"""
+
+import torch
+
+
+class StandIn:
+    """Keys or values of a layer, as they were when `update` returned this object.
+
+    Attributes:
+        layer: the `PagedLayer` that holds the tokens.
+        name: `"keys"` or `"values"`.
+        fresh: the tensor just given to `update`, if it was the first of its sequences (an ordinary prefill).
+        shape: the shape that the dense tensor has.
+    """
+
+    def __init__(self, layer, name: str, shape: torch.Size, fresh: torch.Tensor | None) -> None:
+        self.layer, self.name, self.shape, self.fresh = layer, name, shape, fresh
+
+    def dense(self) -> torch.Tensor:
+        """The tensor `[rows, kv_heads, tokens, dim]` that this object stands for."""
+        return self.layer.touch(self)
+
+    dtype = property(lambda self: self.layer.dtype)
+    device = property(lambda self: self.layer.device)
+    ndim = property(lambda self: 4)
+
+    def dim(self) -> int:
+        return 4
+
+    def size(self, dim: int | None = None):
+        return self.shape if dim is None else self.shape[dim]
+
+    def to(self, *args, **kwargs):
+        """Itself where nothing would change (accelerate moves what layers share), else the dense tensor, moved."""
+        target = torch.empty(0, dtype=self.dtype, device=self.device).to(*args, **kwargs)
+        if (target.dtype, target.device) == (self.dtype, self.device):
+            return self
+        return self.dense().to(*args, **kwargs)
+
+    def __getattr__(self, name: str):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.dense(), name)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        return func(*_dense(args), **_dense(kwargs or {}))
+
+
+def _dense(value):
+    """`value` with every stand-in in it, however deep in lists, tuples and dicts, replaced by its dense tensor."""
+    if type(value) is StandIn:
+        return value.dense()
+    if type(value) in (list, tuple):
+        return type(value)(_dense(item) for item in value)
+    if type(value) is dict:
+        return {key: _dense(item) for key, item in value.items()}
+    return value
+
+
+def _forward(operator: str):
+    def method(self, *args):
+        return getattr(self.dense(), operator)(*_dense(args))
+
+    method.__name__ = operator
+    return method
+
+
+for _operator in (
+    "add radd sub rsub mul rmul truediv rtruediv matmul rmatmul pow neg getitem iter lt le gt ge eq ne and or invert"
+).split():
+    setattr(StandIn, f"__{_operator}__", _forward(f"__{_operator}__"))
+StandIn.__hash__ = object.__hash__
