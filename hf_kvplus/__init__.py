@@ -20,7 +20,6 @@ from .stats import CacheStats
 from .version import __version__ as __version__
 
 
-
 __all__ = [
     "CacheConfigError",
     "CacheStats",

@@ -147,7 +147,11 @@ def _seen_columns(mask: torch.Tensor) -> torch.Tensor:
     global _last
     known, columns = _last
     if known() is not mask:
-        shown = mask.bool() if mask.dtype in (torch.bool, torch.int64, torch.int32) else mask > torch.finfo(mask.dtype).min / 2
+        shown = (
+            mask.bool()
+            if mask.dtype in (torch.bool, torch.int64, torch.int32)
+            else mask > torch.finfo(mask.dtype).min / 2
+        )
         columns = shown if mask.ndim == 2 else shown.flatten(1, 2).any(dim=1)
         _last = ref(mask), columns
     return columns

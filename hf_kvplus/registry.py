@@ -94,7 +94,9 @@ def compose(format: str, retention, placement, options: Mapping[str, Any], conte
                 f"{nearest(key, accepted)}{_owner_of(key)}"
             )
     built = {
-        part: owner(**{key: options[key] for key in fields[part] if key in options}) if isinstance(owner, type) else owner
+        part: owner(**{key: options[key] for key in fields[part] if key in options})
+        if isinstance(owner, type)
+        else owner
         for part, owner in owners.items()
     }
     built["placement"] = built["placement"] or Resident()

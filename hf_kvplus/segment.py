@@ -36,9 +36,7 @@ class Segment:
             "keys": format.key(page_size, keys.shape[-1], keys.dtype, channel_major=True),
             "values": format.value(page_size, values.shape[-1], values.dtype, channel_major=False),
         }
-        layout = {
-            f"{kind}.{part}": spec for kind, pages in self.formats.items() for part, spec in pages.parts.items()
-        }
+        layout = {f"{kind}.{part}": spec for kind, pages in self.formats.items() for part, spec in pages.parts.items()}
         self.storage = placement.storage(layout, self.device)
         self.pool = PagePool()
         self.table = self.pool.new_table(keys.shape[0], keys.shape[1], self.device)
@@ -133,7 +131,10 @@ class Segment:
         ids[held] = numbers.int()
         held = held.to(self.device)
         self.storage.resize(self.pool.capacity)
-        encoded = {"keys": self.formats["keys"].encode(keys[held]), "values": self.formats["values"].encode(values[held])}
+        encoded = {
+            "keys": self.formats["keys"].encode(keys[held]),
+            "values": self.formats["values"].encode(values[held]),
+        }
         self.storage.write(
             numbers, {f"{kind}.{part}": codes for kind, parts in encoded.items() for part, codes in parts.items()}
         )

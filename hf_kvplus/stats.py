@@ -67,9 +67,7 @@ def collect(layers) -> CacheStats:
         contiguous += layer.rows * layer.seen * per_token
         tokens = max(tokens, layer.rows * layer.seen)
     allocated = sum(tiers.values())
-    return CacheStats(
-        tokens, pages, shared, allocated, used, dict(tiers), contiguous / allocated if allocated else 1.0
-    )
+    return CacheStats(tokens, pages, shared, allocated, used, dict(tiers), contiguous / allocated if allocated else 1.0)
 
 
 def _readable(size: float) -> str:
