@@ -19,7 +19,6 @@ from .registry import available
 from .stats import CacheStats
 from .version import __version__ as __version__
 
-
 __all__ = [
     "CacheConfigError",
     "CacheStats",

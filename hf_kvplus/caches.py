@@ -138,7 +138,7 @@ def _paged(layer, spec: CacheSpec):
     if type(layer) is DynamicLayer:
         return PagedLayer(**build, retention=spec.retention)
     if type(layer) is DynamicSlidingWindowLayer:
-        # The model's own window bounds the layer; a policy for full attention has nothing to add, a window may narrow it.
+        # The model's own window bounds the layer already: a window of the user's may narrow it, other policies add nothing.
         own, narrower = Sliding(window=layer.sliding_window, sink_tokens=0), spec.retention
         if isinstance(narrower, Sliding) and narrower.window < own.window:
             return PagedLayer(**build, retention=narrower, is_sliding=True)

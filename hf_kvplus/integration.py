@@ -24,7 +24,7 @@ _originals: dict[str, Any] = {}
 
 
 def register() -> None:
-    """Make transformers know our strings and caches. Importing hf_kvplus does this; calling it again changes nothing."""
+    """Make transformers know our strings and caches. Importing hf_kvplus does this; once more changes nothing."""
     if _originals:
         return
     _originals.update(
@@ -137,7 +137,7 @@ def _get_interface(self, attn_implementation, default):
     return _preceded(_originals["get_interface"](self, attn_implementation, default))
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _preceded(inner: Callable) -> Callable:
     """`inner`, which leaves calls whose key is a stand-in to `attend`."""
 

@@ -1,8 +1,8 @@
 """One attention layer's cache: append to the tail, seal full pages, let the policy choose, place the pages.
 
 The life of a token: `update` takes it (a prompt is held as it came until its attention has run; decoded tokens go
-straight to the tail), `_seal` encodes full pages, `_evict` asks the policy once the layer outgrows its budget by a page.
-Sealing and evicting happen at the start of the next `update`, so that a rejected draft (`crop`) leaves no trace.
+straight to the tail), `_seal_whole_pages` encodes them, `_evict` asks the policy once the layer outgrows its budget by a
+page. Sealing and evicting happen at the start of the next `update`, so that a rejected draft (`crop`) leaves no trace.
 """
 
 import copy

@@ -1,4 +1,4 @@
-"""All sealed tokens of a layer: a segment in the cache's format, behind one of native pages where the format asks it."""
+"""All sealed tokens of a layer: a segment in the cache's format, behind one of native pages if the format wants it."""
 
 import copy
 

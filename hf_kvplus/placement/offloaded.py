@@ -9,7 +9,7 @@ import os
 import tempfile
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 
 import torch
 
@@ -72,7 +72,7 @@ class DiskStorage(Storage):
 
     def __init__(self, layout: Layout, device: torch.device, folder: str | None) -> None:
         super().__init__(layout, device)
-        self._files = {name: tempfile.TemporaryFile(dir=folder, prefix="hf_kvplus-") for name in layout}
+        self._files = {name: tempfile.TemporaryFile(dir=folder, prefix="hf_kvplus-") for name in layout}  # noqa: SIM115
         self._parts: dict[str, torch.Tensor] = {}
         self._visiting: Future | None = None
 
@@ -119,12 +119,12 @@ class DiskStorage(Storage):
         return tiers
 
 
-@lru_cache(maxsize=None)
+@cache
 def _side_stream(device: torch.device) -> "torch.cuda.Stream":
     return torch.cuda.Stream(device)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _reader() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(max_workers=1, thread_name_prefix="hf_kvplus-read")
 
