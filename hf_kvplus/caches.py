@@ -10,6 +10,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicS
 
 from . import registry
 from .errors import invalid
+from .formats import FormatSpec
 from .layer import PagedLayer
 from .registry import CacheSpec
 from .retention import Retention
@@ -22,11 +23,12 @@ class PagedCache(DynamicCache):
 
     Args:
         config: the model's config (or an iterable of `(keys, values, ...)` per layer, as DataParallel rebuilds caches).
-        format: how pages are written, `"native"` or `"int8"`.
+        format: how pages are written: `"native"`, `"int8"` or another name (`hf_kvplus.available()` lists them).
         retention: which tokens stay: `None` (all), a name (`"sliding"`, `"keydiff"`) or a `Retention`.
         placement: where pages live: `None` (where their layer runs), `"offloaded"` or a `Placement`.
         page_size: tokens in a page, a power of two from 8 to 256.
-        options: fields of the retention policy and the placement that were given by name, such as `window` or `budget`.
+        options: options of the format, such as `k_format` or `format_by_layer`, and fields of the retention policy and
+            the placement that were given by name, such as `window` or `budget`.
 
     Raises:
         CacheConfigError: an argument that is not accepted, with what is.
@@ -52,8 +54,10 @@ class PagedCache(DynamicCache):
             super().__init__(config=config)
             self._pave(spec)
         elif config is None or isinstance(config, Iterable):
+            if spec.format.format_by_layer:
+                raise invalid("config", config, "with `format_by_layer`, the config of a model (`model.config`)")
             Cache.__init__(self, layers=[])
-            self.layer_class_to_replicate = lambda: _paged(DynamicLayer(), spec)
+            self.layer_class_to_replicate = lambda: _paged(DynamicLayer(), spec, spec.format.spec)
             self.spec = spec
             for layer_idx, (keys, values, *_) in enumerate(config or ()):
                 if keys is None:
@@ -74,7 +78,8 @@ class PagedCache(DynamicCache):
     def _pave(self, spec: CacheSpec) -> None:
         # Linear, hybrid, indexed and dummy layers stay transformers' own: only these two exact types become pages.
         self.spec = spec
-        self.layers = [_paged(layer, spec) for layer in self.layers]
+        formats = spec.format.of(len(self.layers))
+        self.layers = [_paged(layer, spec, format) for layer, format in zip(self.layers, formats)]
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args, **kwargs):
         """As `Cache.update`; what comes back stands for the dense tensors (see `hf_kvplus.standin`)."""
@@ -127,18 +132,18 @@ class PagedCache(DynamicCache):
     def __repr__(self) -> str:
         spec = self.spec
         return (
-            f"{type(self).__name__}(format={spec.format!r}, retention={spec.retention}, placement={spec.placement}, "
+            f"{type(self).__name__}(format={spec.format}, retention={spec.retention}, placement={spec.placement}, "
             f"page_size={spec.page_size}, layers={len(self.layers)})"
         )
 
 
-def _paged(layer, spec: CacheSpec):
+def _paged(layer, spec: CacheSpec, format: FormatSpec):
     """The paged layer to stand in `layer`'s place, or `layer` itself if it is of a kind that we leave alone."""
-    build = {"format": spec.format_spec, "placement": spec.placement, "page_size": spec.page_size}
+    build = {"format": format, "placement": spec.placement, "page_size": spec.page_size}
     if type(layer) is DynamicLayer:
         return PagedLayer(**build, retention=spec.retention)
     if type(layer) is DynamicSlidingWindowLayer:
-        # The model's own window bounds the layer already: a window of the user's may narrow it, other policies add nothing.
+        # The model's own window bounds the layer already: a window of the user's may narrow it.
         own, narrower = Sliding(window=layer.sliding_window, sink_tokens=0), spec.retention
         if isinstance(narrower, Sliding) and narrower.window < own.window:
             return PagedLayer(**build, retention=narrower, is_sliding=True)

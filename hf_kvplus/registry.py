@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .errors import CacheConfigError, invalid, nearest
-from .formats import FORMATS, FormatSpec
+from .formats import FORMATS, FormatChoice, choose, option_names
 from .placement import PLACEMENTS, Placement, Resident
 from .retention import RETENTIONS, Retention
 
@@ -20,24 +20,20 @@ FACTORIES: dict[str, Callable[..., Any]] = {}
 class CacheSpec:
     """A composition that a layer can be built from: one value from each of the three tables, and the page size."""
 
-    format: str = "native"
+    format: str | FormatChoice = "native"
     retention: Retention | None = None
     placement: Placement = dataclasses.field(default_factory=Resident)
     page_size: int = 64
 
     def __post_init__(self) -> None:
-        if self.format not in FORMATS:
-            raise invalid("format", self.format, FORMATS)
+        if not isinstance(self.format, FormatChoice):
+            object.__setattr__(self, "format", choose(self.format, {}))
         if self.page_size not in PAGE_SIZES or isinstance(self.page_size, bool):
             raise invalid("page_size", self.page_size, f"one of {', '.join(map(str, PAGE_SIZES))}")
         if self.retention is not None and not isinstance(self.retention, Retention):
             raise invalid("retention", self.retention, "None, a `Retention`, or " + ", ".join(RETENTIONS))
         if not isinstance(self.placement, Placement):
             raise invalid("placement", self.placement, "None, a `Placement`, or " + ", ".join(PLACEMENTS))
-
-    @property
-    def format_spec(self) -> FormatSpec:
-        return FORMATS[self.format]
 
 
 def names() -> tuple[str, ...]:
@@ -81,12 +77,14 @@ def compose(format: str, retention, placement, options: Mapping[str, Any], conte
     """A spec from names or objects, with each option handed to the part that has a field of that name."""
     if not isinstance(options, Mapping):
         raise invalid("cache_config", options, "a dict")
+    if not isinstance(format, str) or format not in FORMATS:
+        raise invalid("format", format, FORMATS)
     owners = {
         "retention": _lookup("retention", retention, RETENTIONS, Retention),
         "placement": _lookup("placement", placement, PLACEMENTS, Placement),
     }
     fields = {name: _field_names(owner) for name, owner in owners.items()}
-    accepted = ["page_size", *fields["retention"], *fields["placement"]]
+    accepted = ["page_size", *fields["retention"], *fields["placement"], *option_names(format, options)]
     for key in options:
         if key not in accepted:
             raise CacheConfigError(
@@ -102,7 +100,7 @@ def compose(format: str, retention, placement, options: Mapping[str, Any], conte
     built["placement"] = built["placement"] or Resident()
     if "page_size" in options:
         built["page_size"] = options["page_size"]
-    return CacheSpec(format=format, **built)
+    return CacheSpec(format=choose(format, options), **built)
 
 
 def unknown_string(name: object) -> CacheConfigError:
@@ -143,7 +141,8 @@ def _owner_of(key: str) -> str:
         holders = [name for name, owner in table.items() if key in _field_names(owner)]
         if holders:
             return f" {key!r} belongs to strings with {' or '.join(f'{name}_' for name in holders)}."
-    return ""
+    holders = [name for name, spec in FORMATS.items() if key in spec.options]
+    return f" {key!r} belongs to the formats {', '.join(holders)}." if holders else ""
 
 
 def _first_line(documented) -> str:

@@ -5,7 +5,7 @@ from collections import Counter
 
 import torch
 
-from .formats import FormatSpec
+from .formats import FormatSpec, PageFormat
 from .ops.decode_attention import PageView
 from .pages import NULL_PAGE, PagePool
 from .placement import Placement
@@ -131,9 +131,10 @@ class Segment:
         ids[held] = numbers.int()
         held = held.to(self.device)
         self.storage.resize(self.pool.capacity)
+        filled = None if positions is None else positions[held] != NO_TOKEN
         encoded = {
-            "keys": self.formats["keys"].encode(keys[held]),
-            "values": self.formats["values"].encode(values[held]),
+            kind: self.formats[kind].encode(_without_holes(self.formats[kind], tokens[held], filled))
+            for kind, tokens in (("keys", keys), ("values", values))
         }
         self.storage.write(
             numbers, {f"{kind}.{part}": codes for kind, parts in encoded.items() for part, codes in parts.items()}
@@ -143,6 +144,18 @@ class Segment:
             self.positions = torch.nn.functional.pad(self.positions, (0, 0, 0, missing), value=NO_TOKEN)
             self.positions[numbers.to(self.device)] = positions[held].to(self.positions.dtype)
         return ids.repeat_interleave(rows // ids.shape[0], dim=0).to(self.device)
+
+
+def _without_holes(format: PageFormat, pages: torch.Tensor, filled: torch.Tensor | None) -> torch.Tensor:
+    """`pages [n, page_size, dim]` with slots that are not `filled` made copies of the first that is.
+
+    Only for formats in which padding and empty slots would widen the range that the tokens share.
+    """
+    if filled is None or not format.mixes_tokens or bool(filled.all()):
+        return pages
+    slots = torch.arange(format.page_size, device=pages.device)
+    slots = torch.where(filled, slots, filled.int().argmax(-1, keepdim=True))
+    return pages.gather(1, slots[..., None].expand_as(pages))
 
 
 def _parts_of(kind: str, parts: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -7,8 +7,9 @@ import importlib
 import pkgutil
 
 from .base import FORMATS, FormatSpec, PageFormat, register_format
+from .choice import FormatChoice, choose, option_names
 
 for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_module.name}")
 
-__all__ = ["FORMATS", "FormatSpec", "PageFormat", "register_format"]
+__all__ = ["FORMATS", "FormatChoice", "FormatSpec", "PageFormat", "choose", "option_names", "register_format"]

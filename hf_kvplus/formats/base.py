@@ -2,9 +2,13 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, ClassVar
 
 import torch
+
+from ..errors import invalid
 
 Parts = dict[str, torch.Tensor]
 
@@ -18,7 +22,16 @@ class PageFormat(ABC):
         dtype: the model's dtype, which `decode` gives back unless asked otherwise.
         channel_major: whether the codes of a page are stored `[dim, page_size]` (keys, so that a decode kernel runs
             along tokens) or `[page_size, dim]` (values).
+
+    Attributes:
+        layout: the heading in `docs/layouts.md` that says what the parts mean; empty if only `decode` can read them.
+        rotation: channels that are rotated together in the pages (`decode` un-rotates them); 0 if none are.
+        mixes_tokens: whether what a token becomes depends on the other tokens of its page.
     """
+
+    layout: ClassVar[str] = ""
+    mixes_tokens: ClassVar[bool] = False
+    rotation: int = 0
 
     def __init__(self, page_size: int, dim: int, dtype: torch.dtype, channel_major: bool) -> None:
         self.page_size, self.dim, self.dtype, self.channel_major = page_size, dim, dtype, channel_major
@@ -35,7 +48,11 @@ class PageFormat(ABC):
 
     @abstractmethod
     def encode(self, pages: torch.Tensor) -> Parts:
-        """Write `pages [n, page_size, dim]`; every part comes back as `[n, *shape]`."""
+        """Write `pages [n, page_size, dim]`; every part comes back as `[n, *shape]`.
+
+        Raises:
+            ValueError: infinities or NaN, in formats where one of them would spoil its neighbours.
+        """
 
     @abstractmethod
     def decode(self, parts: Parts, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -44,6 +61,17 @@ class PageFormat(ABC):
     def bytes_per_page(self) -> int:
         """The bytes that the parts of one page occupy."""
         return sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in self.parts.values())
+
+    def refuse_non_finite(self, *ranges: torch.Tensor) -> None:
+        """Raise if a smallest or largest number of some group, which stands for the whole group, is not finite."""
+        if all(bool(torch.isfinite(r).all()) for r in ranges):
+            return
+        which = "keys" if self.channel_major else "values"
+        raise ValueError(
+            f"The {which} to be cached hold infinities or NaN, which the format {self.layout or type(self).__name__!r} "
+            "would spread over a whole page. Find where the model overflows (float16 is the usual cause: load it with "
+            "dtype=torch.bfloat16), or use a 'native' format, which stores them as they are."
+        )
 
 
 @dataclass(frozen=True)
@@ -55,6 +83,9 @@ class FormatSpec:
         summary: one line for `available()`.
         residual: recent tokens that are never sealed.
         native_pages: first pages (attention sinks) that are kept in the model's dtype.
+        options: names of further arguments that `key` and `value` take.
+
+    `residual`, `native_pages` and the options are `cache_config` keys.
     """
 
     key: Callable[..., PageFormat]
@@ -62,6 +93,25 @@ class FormatSpec:
     summary: str
     residual: int = 0
     native_pages: int = 0
+    options: tuple[str, ...] = ()
+
+    def with_options(self, **given: Any) -> "FormatSpec":
+        """The same pair with `residual`, `native_pages` and options as given; what it does not take is ignored.
+
+        Raises:
+            CacheConfigError: a value that is not accepted.
+            ImportError: a library that the formats need is not installed.
+        """
+        counts = {name: given[name] for name in ("residual", "native_pages") if name in given}
+        for name, count in counts.items():
+            if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+                unit = "tokens" if name == "residual" else "pages"
+                raise invalid(name, count, f"a whole number of {unit} from 0")
+        options = {name: given[name] for name in self.options if name in given}
+        spec = replace(self, **counts, key=partial(self.key, **options), value=partial(self.value, **options))
+        for build in (spec.key, spec.value):
+            build(64, 64, torch.float32, channel_major=False)  # what is wrong with them is told now, not in mid-prompt
+        return spec
 
 
 FORMATS: dict[str, FormatSpec] = {}

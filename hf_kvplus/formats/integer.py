@@ -1,12 +1,25 @@
-"""Symmetric 8-bit integers with one scale per token and head."""
+"""Integers: 8 bits with one scale per token; 4 and 2 bits with a scale and a zero per group, rotated and packed.
+
+Keys are grouped along the tokens of a channel and values along the channels of a token: Liu et al. 2024, "KIVI: A
+Tuning-Free Asymmetric 2bit Quantization for KV Cache", section 3. The bytes are written down in `docs/layouts.md`.
+"""
+
+from typing import ClassVar
 
 import torch
 
+from ..errors import CacheConfigError, invalid
 from .base import FormatSpec, PageFormat, Parts, register_format
+from .rotation import block_size, rotate, rotate_rows
+
+_LARGEST = torch.finfo(torch.float16).max
+_HALF_STEP = 2.0**-11  # float16 rounds to within this, relatively
 
 
 class Int8Format(PageFormat):
     """`x ≈ data * scale`: int8 codes in -127..127, and per token `scale = max |x| / 127` in float16."""
+
+    layout = "int8"
 
     @property
     def parts(self):
@@ -14,12 +27,13 @@ class Int8Format(PageFormat):
 
     def encode(self, pages: torch.Tensor) -> Parts:
         pages = pages.float()
-        scale = (pages.abs().amax(-1) / 127).clamp(max=torch.finfo(torch.float16).max).half()
+        largest = pages.abs().amax(-1)
+        self.refuse_non_finite(largest)
+        scale = (largest / 127).clamp(max=_LARGEST).half()
         # Divide by the scale as it is stored, so that rounding it to float16 adds no error of its own.
         # A scale of zero (tokens below float16's reach) encodes as zeros.
         inverse = torch.where(scale > 0, scale.float().reciprocal(), 0.0)
-        codes = pages.mul_(inverse[..., None]) if pages.dtype != self.dtype else pages * inverse[..., None]
-        codes = codes.round_().clamp_(-127, 127).to(torch.int8)
+        codes = (pages * inverse[..., None]).round_().clamp_(-127, 127).to(torch.int8)
         return {"data": codes.transpose(1, 2) if self.channel_major else codes, "scale": scale}
 
     def decode(self, parts: Parts, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -30,4 +44,119 @@ class Int8Format(PageFormat):
         return (parts["data"] * scale[:, :, None]).to(dtype)
 
 
+class PackedFormat(PageFormat):
+    """`rotate(x) ≈ code * scale + zero`, codes of a few bits, several to a byte, `scale` and `zero` per group.
+
+    Args:
+        rotation: whether to rotate the channels (`hf_kvplus.formats.rotation`).
+
+    Raises:
+        CacheConfigError: a number of channels that does not fill whole bytes.
+    """
+
+    bits: ClassVar[int]
+    mixes_tokens = True
+
+    def __init__(self, page_size, dim, dtype, channel_major, rotation: bool = True) -> None:
+        super().__init__(page_size, dim, dtype, channel_major)
+        if not isinstance(rotation, bool):
+            raise invalid("rotation", rotation, "True or False")
+        self.rotation = block_size(dim) if rotation else 0
+        self.rows, self.axis = self.page_shape  # codes are packed, and grouped, along the second
+        self.per_byte = 8 // self.bits
+        if self.axis % self.per_byte:
+            raise CacheConfigError(
+                f"`format`: got {self.layout!r} for values of {dim} channels, accepted: multiples of {self.per_byte}. "
+                "Use 'int8' or 'native' for this model."
+            )
+
+    @property
+    def group(self) -> int:
+        """Numbers along the packed axis that share a scale and a zero."""
+        return self.axis
+
+    @property
+    def parts(self):
+        shared = (self.rows,), torch.float16
+        return {"data": ((self.rows, self.axis // self.per_byte), torch.uint8), "scale": shared, "zero": shared}
+
+    def encode(self, pages: torch.Tensor) -> Parts:
+        x = pages.float()
+        x = rotate_rows(x.transpose(1, 2), self.rotation) if self.channel_major else rotate(x, self.rotation)
+        x = self._grouped(x)
+        scale, zero = self._fit(x)
+        codes = self._codes(x, scale.float(), zero.float()).flatten(-2)[..., : self.axis].to(torch.uint8)
+        first, *rest = codes.chunk(self.per_byte, dim=-1)
+        data = first.clone()
+        for place, run in enumerate(rest, start=1):
+            data |= run << self.bits * place
+        shape = self.parts["scale"][0]
+        return {"data": data, "scale": scale.reshape(-1, *shape), "zero": zero.reshape(-1, *shape)}
+
+    def decode(self, parts: Parts, dtype: torch.dtype | None = None) -> torch.Tensor:
+        data, top = parts["data"], 2**self.bits - 1
+        x = torch.cat([(data >> self.bits * place) & top for place in range(self.per_byte)], dim=-1)
+        shape = (len(data), self.rows, -1, 1)
+        x = self._grouped(x) * parts["scale"].float().view(shape) + parts["zero"].float().view(shape)
+        x = x.flatten(-2)[..., : self.axis]
+        x = rotate_rows(x, self.rotation).transpose(1, 2) if self.channel_major else rotate(x, self.rotation)
+        return x.to(dtype or self.dtype)
+
+    def _grouped(self, x: torch.Tensor) -> torch.Tensor:
+        """`[n, rows, axis]` as `[n, rows, groups, group]`; a last group that is short repeats its last number."""
+        short = -x.shape[-1] % self.group
+        if short:
+            x = torch.cat([x, x[..., -1:].expand(*x.shape[:-1], short)], dim=-1)
+        return x.unflatten(-1, (-1, self.group))
+
+    def _fit(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Scale and zero, float16 `[n, rows, groups, 1]`, of groups `x`."""
+        low, high = torch.aminmax(x, dim=-1, keepdim=True)
+        self.refuse_non_finite(low, high)
+        low, high = low.clamp(-_LARGEST, _LARGEST), high.clamp(-_LARGEST, _LARGEST)
+        # Both are rounded outwards, so that no number of the group falls outside of the codes.
+        zero = (low - low.abs() * _HALF_STEP).clamp(min=-_LARGEST).half()
+        scale = ((high - zero.float()) * ((1 + _HALF_STEP) / (2**self.bits - 1))).half()
+        return scale, zero
+
+    def _codes(self, x: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
+        inverse = torch.where(scale > 0, scale.reciprocal(), 0.0)
+        return ((x - zero) * inverse).round_().clamp_(0, 2**self.bits - 1)
+
+
+class Int4Format(PackedFormat):
+    """4 bits: keys with a scale and a zero per channel of the page, values per token."""
+
+    layout, bits = "int4", 4
+
+
+class Int2Format(PackedFormat):
+    """2 bits, a scale and a zero per group of 32: tokens of a channel for keys, channels of a token for values."""
+
+    layout, bits = "int2", 2
+
+    @property
+    def group(self) -> int:
+        return min(32, self.axis)
+
+    @property
+    def parts(self):
+        shared = (self.rows, -(-self.axis // self.group)), torch.float16
+        return {**super().parts, "scale": shared, "zero": shared}
+
+
 register_format("int8", FormatSpec(Int8Format, Int8Format, "8 bits, one scale per token and head"))
+register_format(
+    "int4",
+    FormatSpec(Int4Format, Int4Format, "4 bits, rotated; keys per channel", native_pages=1, options=("rotation",)),
+)
+register_format(
+    "k4v2",
+    FormatSpec(Int4Format, Int2Format, "4-bit keys, 2-bit values, rotated", native_pages=1, options=("rotation",)),
+)
+register_format(
+    "int2",
+    FormatSpec(
+        Int2Format, Int2Format, "2 bits in groups of 32, rotated", residual=64, native_pages=1, options=("rotation",)
+    ),
+)

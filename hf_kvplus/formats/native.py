@@ -6,6 +6,10 @@ from .base import FormatSpec, PageFormat, Parts, register_format
 
 
 class NativeFormat(PageFormat):
+    """Every number as it came."""
+
+    layout = "native"
+
     @property
     def parts(self):
         return {"data": (self.page_shape, self.dtype)}

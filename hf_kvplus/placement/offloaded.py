@@ -91,7 +91,7 @@ class DiskStorage(Storage):
     def write(self, ids, parts):
         self._visiting = None
         for name, part in parts.items():
-            self._parts[name].index_copy_(0, ids, part.to("cpu").contiguous())
+            self._parts[name][ids] = part.to("cpu")
 
     def prefetch(self):
         if self._visiting is None and self.capacity:

@@ -30,7 +30,7 @@ class TensorStorage(Storage):
     def write(self, ids, parts):
         ids = ids.to(self.home)
         for name, part in parts.items():
-            self._parts[name].index_copy_(0, ids, part.to(self.home).contiguous())
+            self._parts[name][ids] = part.to(self.home)  # `index_copy_` does not know float8
 
     def view(self):
         return self._parts

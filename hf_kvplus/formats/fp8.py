@@ -1,0 +1,44 @@
+"""8-bit floating point with a scale of one: no range to look for, half the bytes of 16-bit numbers."""
+
+import torch
+
+from ..errors import invalid
+from .base import FormatSpec, PageFormat, Parts, register_format
+
+_TYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+
+
+class Fp8Format(PageFormat):
+    """`x ≈ data`, saturated at what the type holds.
+
+    Args:
+        fp8_type: `"e4m3"` (3 bits of mantissa, up to 448) or `"e5m2"` (2 bits, up to 57,344).
+    """
+
+    layout = "fp8"
+
+    def __init__(self, page_size, dim, dtype, channel_major, fp8_type: str = "e4m3") -> None:
+        super().__init__(page_size, dim, dtype, channel_major)
+        if fp8_type not in _TYPES:
+            raise invalid("fp8_type", fp8_type, _TYPES)
+        self.type = _TYPES[fp8_type]
+
+    @property
+    def parts(self):
+        return {"data": (self.page_shape, self.type)}
+
+    def encode(self, pages: torch.Tensor) -> Parts:
+        self.refuse_non_finite(*torch.aminmax(pages))
+        largest = torch.finfo(self.type).max
+        codes = pages.clamp(-largest, largest).to(self.type)
+        return {"data": codes.transpose(1, 2) if self.channel_major else codes}
+
+    def decode(self, parts: Parts, dtype: torch.dtype | None = None) -> torch.Tensor:
+        data = parts["data"].to(dtype or self.dtype)
+        return data.transpose(1, 2) if self.channel_major else data
+
+
+register_format(
+    "fp8",
+    FormatSpec(Fp8Format, Fp8Format, "8-bit floating point, scale 1", native_pages=1, options=("fp8_type",)),
+)
