@@ -109,11 +109,11 @@ class BlockTable:
         """Forget all but the first `columns` columns."""
         self._ids[:, :, columns:] = NULL_PAGE
         self.columns = min(columns, self.columns)
+        self._look_for_null()
 
     def replace(self, ids: torch.Tensor) -> None:
         """Make `ids [rows, heads, n]` the whole table."""
         self.truncate(0)
-        self.has_null = False
         self.append(ids)
 
     def drop(self, doomed: torch.Tensor) -> None:
@@ -127,9 +127,13 @@ class BlockTable:
     def select_rows(self, index: torch.Tensor) -> None:
         """Row `i` becomes a copy of what row `index[i]` was; the number of rows becomes `len(index)`."""
         self._ids = self._ids.index_select(0, index.to(self._ids.device))
+        self._look_for_null()
 
     def copy(self) -> "BlockTable":
         """An independent table with the same entries (share its pages by `PagePool.adopt`)."""
         twin = BlockTable(*self._ids.shape[:2], device=self._ids.device)
         twin._ids, twin.columns, twin.has_null = self._ids.clone(), self.columns, self.has_null
         return twin
+
+    def _look_for_null(self) -> None:
+        self.has_null = self.has_null and bool((self.ids == NULL_PAGE).any())
