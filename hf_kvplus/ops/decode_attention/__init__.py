@@ -1,12 +1,17 @@
 """Attention of a few query tokens over paged keys and values, without building the dense cache."""
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from ...formats import PageFormat
-from . import reference
+from . import cpu, reference
+
+#: Kernels by the name that `backend` gives them. Each is a module with `DEVICE` (the type it runs on), `missing()` and
+#: `refuses(query, pages, tail_keys, mask)` (why it cannot run here, or not on these arguments) and `decode_attention`.
+KERNELS = {"cpu": cpu}
 
 
 @dataclass
@@ -14,7 +19,7 @@ class PageView:
     """The sealed pages that a call reads.
 
     Attributes:
-        keys, values: parts of all pages of the layer, `[capacity, *shape]`, as `key_format` / `value_format` wrote them.
+        keys, values: parts of all pages of the layer, `[capacity, *shape]`, as `key_format`, `value_format` wrote them.
         block_table: int32 `[rows, kv_heads, columns]`, page numbers in the order of the tokens; -1 holds none.
         has_null: whether any entry of the table is -1.
     """
@@ -42,6 +47,7 @@ def decode_attention(
     scale: float,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    backend: str = "auto",
 ) -> torch.Tensor:
     """`softmax(query · keysᵀ · scale + mask) · values` over the pages, then the tail.
 
@@ -55,12 +61,14 @@ def decode_attention(
         scale: factor of the scores.
         softcap: if given, scores become `softcap · tanh(scores / softcap)` before the mask.
         sinks: if given, `[heads]` learned logits that take part in the softmax without a value.
+        backend: `"auto"` (the kernel of the device, or the reference where there is none), `"torch"` (the reference) or
+            the name of a kernel, `"cpu"`.
 
     Returns:
         `[rows, q, heads, value_dim]` in the dtype of `query`. Sums are accumulated in float32.
 
     Raises:
-        ValueError: shapes that do not belong together.
+        ValueError: shapes that do not belong together; a backend that is not there, or does not serve these arguments.
     """
     rows, heads, q_len, _ = query.shape
     kv_heads, tail_len = tail_keys.shape[1], tail_keys.shape[2]
@@ -77,7 +85,40 @@ def decode_attention(
             raise ValueError(
                 f"`mask` is {tuple(mask.shape)}, expected [1 or {rows}, 1, {kv_heads} or {heads}, {q_len}, {slots}]."
             )
-    return reference.decode_attention(query, pages, tail_keys, tail_values, mask, scale, softcap, sinks)
+    chosen = _backend(backend, query, pages, tail_keys, mask)
+    return chosen.decode_attention(query, pages, tail_keys, tail_values, mask, scale, softcap, sinks)
+
+
+def _backend(name: str, query, pages, tail_keys, mask):
+    """The module that serves a call."""
+    if name == "torch":
+        return reference
+    if name == "auto":
+        kernel = next((kernel for kernel in KERNELS.values() if query.device.type == kernel.DEVICE), None)
+        if kernel is None or (query.requires_grad and torch.is_grad_enabled()):  # kernels have no backward
+            return reference
+        reason = kernel.missing()
+        if reason:
+            _warn_once(f"Decoding runs on plain torch, slower than the {query.device.type} kernel, because {reason}.")
+        return reference if reason or kernel.refuses(query, pages, tail_keys, mask) else kernel
+    if name not in KERNELS:
+        raise ValueError(f"`backend`: got {name!r}, accepted: 'auto', 'torch', {', '.join(map(repr, KERNELS))}.")
+    kernel = KERNELS[name]
+    reason = kernel.missing() or kernel.refuses(query, pages, tail_keys, mask)
+    if query.device.type != kernel.DEVICE:
+        reason = f"`query` is on {query.device}"
+    if reason:
+        raise ValueError(f"`backend`: got {name!r}, which cannot serve here, because {reason}. 'torch' serves always.")
+    return kernel
+
+
+_warned: set[str] = set()
+
+
+def _warn_once(message: str) -> None:
+    if message not in _warned:
+        _warned.add(message)
+        warnings.warn(message, stacklevel=4)
 
 
 __all__ = ["PageView", "decode_attention"]

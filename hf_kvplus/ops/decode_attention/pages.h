@@ -1,0 +1,286 @@
+// Readers of sealed pages and of the tail, one struct per layout (docs/layouts.md). To add a layout: a struct here, and
+// a line in `open`.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "multiply.h"
+
+namespace kvplus {
+
+struct Place {
+  int64_t row, head;  // sequence and KV head
+  int64_t page;       // number of a sealed page, or column of the tail
+  int64_t tokens;     // of this page, from its first
+};
+
+// Keys of one view (or of the tail).
+struct Keys {
+  int64_t page_size = 0, dim = 0, rotation = 0;
+  virtual ~Keys() = default;
+  virtual int64_t scratch(int64_t) const { return 0; }  // floats needed for so many rows
+  // scores[r, t] = q[r] . key[t]
+  virtual void score(const Place& place, const Matrix& q, const Matrix& scores, float* scratch) const = 0;
+};
+
+// Values of one view (or of the tail).
+struct Values {
+  int64_t dim = 0, rotation = 0;
+  virtual ~Values() = default;
+  virtual int64_t scratch(int64_t) const { return 0; }
+  // out[r] += sum over t of weights[r, t] * value[t]; may overwrite `weights`
+  virtual void collect(const Place& place, const Matrix& weights, const Matrix& out, float* scratch) const = 0;
+};
+
+inline void scale_columns(const Matrix& m, int64_t columns, const Half* scale) {
+  for (int64_t j = 0; j < columns; j += W) {
+    const F factor = load(scale + j, columns - j);
+    for (int64_t r = 0; r < m.rows; r++) store(m[r] + j, mul(load(m[r] + j), factor));
+  }
+}
+
+// --- native, fp8, int8 ----------------------------------------------------------------------------------------------
+
+template <class T>
+struct PlainKeys : Keys {
+  const T* data;
+  explicit PlainKeys(const at::Tensor& pages) : data(static_cast<const T*>(pages.const_data_ptr())) {
+    dim = pages.size(1), page_size = pages.size(2);
+  }
+  void score(const Place& at, const Matrix& q, const Matrix& scores, float*) const override {
+    const Lanes<T> m{data + at.page * dim * page_size, page_size};
+    multiply(m, q, dim, page_size, scores, false);
+  }
+};
+
+template <class T>
+struct PlainValues : Values {
+  const T* data;
+  int64_t page_size;
+  explicit PlainValues(const at::Tensor& pages) : data(static_cast<const T*>(pages.const_data_ptr())) {
+    page_size = pages.size(1), dim = pages.size(2);
+  }
+  void collect(const Place& at, const Matrix& weights, const Matrix& out, float*) const override {
+    const Lanes<T> m{data + at.page * dim * page_size, dim};
+    multiply(m, weights, page_size, dim, out, true);
+  }
+};
+
+struct Int8Keys : PlainKeys<int8_t> {
+  const Half* scale;
+  Int8Keys(const at::Tensor& pages, const at::Tensor& scales)
+      : PlainKeys(pages), scale(scales.const_data_ptr<Half>()) {}
+  void score(const Place& at, const Matrix& q, const Matrix& scores, float* scratch) const override {
+    PlainKeys::score(at, q, scores, scratch);
+    scale_columns(scores, page_size, scale + at.page * page_size);
+  }
+};
+
+struct Int8Values : PlainValues<int8_t> {
+  const Half* scale;
+  Int8Values(const at::Tensor& pages, const at::Tensor& scales)
+      : PlainValues(pages), scale(scales.const_data_ptr<Half>()) {}
+  void collect(const Place& at, const Matrix& weights, const Matrix& out, float* scratch) const override {
+    scale_columns(weights, page_size, scale + at.page * page_size);
+    PlainValues::collect(at, weights, out, scratch);
+  }
+};
+
+// --- int4, int2 -----------------------------------------------------------------------------------------------------
+
+// x[c, l] = code[c, l] * scale[c, g] + zero[c, g] with g the group of lane l. Scales go into the weights of a product and
+// zeros become one number per group.
+template <int BITS>
+struct Packed {
+  static constexpr int unit = 8 / BITS;
+  const uint8_t* data;
+  const Half *scale, *zero;
+  int64_t rows, lanes, groups, group;
+
+  Packed(const at::Tensor& pages, const at::Tensor& scales, const at::Tensor& zeros)
+      : data(pages.const_data_ptr<uint8_t>()),
+        scale(scales.const_data_ptr<Half>()),
+        zero(zeros.const_data_ptr<Half>()),
+        rows(pages.size(1)),
+        lanes(pages.size(2) * unit),
+        groups(scales.numel() / std::max<int64_t>(scales.size(0), 1) / rows),
+        group(groups > 1 ? 32 : lanes) {}
+
+  bool split_groups() const { return groups > 1 && lanes / unit % W; }  // a vector may lie in two groups
+
+  int64_t scratch(int64_t n) const {
+    return groups * (3 * padded(rows) + n * (padded(rows) + 1)) + (split_groups() ? rows * padded(lanes) : 0);
+  }
+
+  // out[r, l] += sum over c of a[r, c] * x[c, l] of a page
+  void multiply_page(int64_t page, const Matrix& a, const Matrix& out, float* memory) const {
+    const int64_t width = padded(rows), n = a.rows;
+    float *scales = memory, *zeros = scales + groups * width, *rest = zeros + groups * width;
+    by_group(scale + page * rows * groups, scales, rest);
+    by_group(zero + page * rows * groups, zeros, rest);
+    const uint8_t* codes = data + page * rows * (lanes / unit);
+    if (split_groups()) {
+      const int64_t stride = padded(lanes);
+      decode(codes, scales, zeros, rest, stride);
+      return multiply(Lanes<float>{rest, stride}, a, rows, lanes, out, true);
+    }
+    float* bias = rest + groups * n * width;
+    for (int64_t g = 0; g < groups; g++) {
+      for (int64_t r = 0; r < n; r++) {
+        F total = set1(0.f);
+        for (int64_t c = 0; c < width; c += W) {
+          const F x = load(a[r] + c);
+          store(rest + (g * n + r) * width + c, mul(x, load(scales + g * width + c)));
+          total = fma(x, load(zeros + g * width + c), total);
+        }
+        const F offset = set1(sum(total));
+        for (int64_t l = g * group, end = std::min(lanes, l + group); l < end; l += W)
+          store(out[r] + l, add(load(out[r] + l, end - l), offset), end - l);
+      }
+    }
+    const Matrix weights{rest, n, rows, width};
+    multiply(Codes<BITS, BITS == 2>{codes, lanes / unit, group, n * width}, weights, rows, lanes, out, true);
+  }
+
+ private:
+  // [rows, groups] as float [groups, padded rows]
+  void by_group(const Half* from, float* to, float* memory) const {
+    const int64_t width = padded(rows), count = rows * groups;
+    std::fill_n(to, groups * width, 0.f);
+    float* flat = groups == 1 ? to : memory;
+    for (int64_t i = 0; i < count; i += W) store(flat + i, load(from + i, count - i), count - i);
+    for (int64_t g = 0; groups > 1 && g < groups; g++)
+      for (int64_t c = 0; c < rows; c++) to[g * width + c] = flat[c * groups + g];
+  }
+
+  void decode(const uint8_t* codes, const float* scales, const float* zeros, float* out, int64_t stride) const {
+    const int64_t span = lanes / unit;
+    const Codes<BITS, false> m{codes, span, lanes, 0};
+    for (int64_t c = 0; c < rows; c++) {
+      float* to = out + c * stride;
+      F x[unit];
+      for (int64_t j = 0; j < span; j += W) {
+        m.read(c, j, span - j, x);
+        for (int u = 0; u < unit; u++) store(to + u * span + j, x[u], span - j);
+      }
+      for (int64_t l = 0; l < lanes; l += W) {
+        const int64_t at = l / group * padded(rows) + c;
+        store(to + l, fma(load(to + l), set1(scales[at]), set1(zeros[at])));
+      }
+    }
+  }
+};
+
+template <int BITS>
+struct PackedKeys : Keys {
+  Packed<BITS> packed;
+  PackedKeys(const at::Tensor& data, const at::Tensor& scale, const at::Tensor& zero) : packed(data, scale, zero) {
+    dim = packed.rows, page_size = packed.lanes;
+  }
+  int64_t scratch(int64_t n) const override { return packed.scratch(n); }
+  void score(const Place& at, const Matrix& q, const Matrix& scores, float* memory) const override {
+    std::fill_n(scores.data, scores.rows * scores.stride, 0.f);
+    packed.multiply_page(at.page, q, scores, memory);
+  }
+};
+
+template <int BITS>
+struct PackedValues : Values {
+  Packed<BITS> packed;
+  PackedValues(const at::Tensor& data, const at::Tensor& scale, const at::Tensor& zero) : packed(data, scale, zero) {
+    dim = packed.lanes;
+  }
+  int64_t scratch(int64_t n) const override { return packed.scratch(n); }
+  void collect(const Place& at, const Matrix& weights, const Matrix& out, float* memory) const override {
+    packed.multiply_page(at.page, weights, out, memory);
+  }
+};
+
+// --- the tail: native, token-major, a strided view of a larger buffer ------------------------------------------------
+
+constexpr int64_t kTailPage = 64;
+
+template <class T>
+struct Strided {
+  const T* data;
+  int64_t row, head, token;
+  explicit Strided(const at::Tensor& x)
+      : data(static_cast<const T*>(x.const_data_ptr())), row(x.stride(0)), head(x.stride(1)), token(x.stride(2)) {}
+  const T* operator()(const Place& at) const {
+    return data + at.row * row + at.head * head + at.page * kTailPage * token;
+  }
+};
+
+template <class T, int ROWS>
+inline void dot_rows(const T* key, const float* q, int64_t ldq, int64_t dim, float* out, int64_t ldo) {
+  F sums[ROWS];
+  for (int r = 0; r < ROWS; r++) sums[r] = set1(0.f);
+  for (int64_t d = 0; d < dim; d += W) {
+    const F x = load(key + d, dim - d);
+#pragma GCC unroll 16
+    for (int r = 0; r < ROWS; r++) sums[r] = fma(x, load(q + r * ldq + d), sums[r]);
+  }
+  for (int r = 0; r < ROWS; r++) out[r * ldo] = sum(sums[r]);
+}
+
+template <class T>
+struct TailKeys : Keys {
+  Strided<T> at_place;
+  explicit TailKeys(const at::Tensor& x) : at_place(x) { dim = x.size(3), page_size = kTailPage; }
+  void score(const Place& at, const Matrix& q, const Matrix& scores, float*) const override {
+    const T* key = at_place(at);
+    for (int64_t t = 0; t < at.tokens; t++, key += at_place.token) {
+      int64_t r = 0;
+      for (; r + kRows <= q.rows; r += kRows) dot_rows<T, kRows>(key, q[r], q.stride, dim, scores[r] + t, scores.stride);
+      for (; r < q.rows; r++) dot_rows<T, 1>(key, q[r], q.stride, dim, scores[r] + t, scores.stride);
+    }
+  }
+};
+
+template <class T>
+struct TailValues : Values {
+  Strided<T> at_place;
+  explicit TailValues(const at::Tensor& x) : at_place(x) { dim = x.size(3); }
+  void collect(const Place& at, const Matrix& weights, const Matrix& out, float*) const override {
+    const Lanes<T> m{at_place(at), at_place.token};
+    multiply(m, weights, at.tokens, dim, out, true);
+  }
+};
+
+// --- by name --------------------------------------------------------------------------------------------------------
+
+// `make(T{})` for the floating-point type T of `x`.
+template <class Make>
+auto by_dtype(const at::Tensor& x, const char* what, Make make) {
+  switch (x.scalar_type()) {
+    case at::kFloat: return make(float{});
+    case at::kHalf: return make(Half{});
+    case at::kBFloat16: return make(BFloat16{});
+    default: TORCH_CHECK_VALUE(false, "`", what, "` is ", x.scalar_type(), ", expected float32, bfloat16 or float16.");
+  }
+}
+
+// What reads a view in `layout`. Its parts are taken from `parts`, in the order of docs/layouts.md.
+template <class Base, template <class> class Plain, class Int8, class Int4, class Int2>
+std::unique_ptr<Base> open(const std::string& layout, const at::Tensor*& parts) {
+  const at::Tensor& data = *parts++;
+  TORCH_CHECK_VALUE(data.is_contiguous(), "`parts` must be contiguous.");
+  const auto plain = [&](auto t) -> std::unique_ptr<Base> { return std::make_unique<Plain<decltype(t)>>(data); };
+  if (layout == "native") return by_dtype(data, "parts", plain);
+  if (layout == "fp8") return data.scalar_type() == at::kFloat8_e5m2 ? plain(Float8_e5m2{}) : plain(Float8_e4m3fn{});
+  const at::Tensor& scale = *parts++;
+  if (layout == "int8") return std::make_unique<Int8>(data, scale);
+  const at::Tensor& zero = *parts++;
+  if (layout == "int4") return std::make_unique<Int4>(data, scale, zero);
+  if (layout == "int2") return std::make_unique<Int2>(data, scale, zero);
+  TORCH_CHECK_VALUE(false, "`layouts` has '", layout, "', which this kernel does not read.");
+}
+
+constexpr auto open_keys = open<Keys, PlainKeys, Int8Keys, PackedKeys<4>, PackedKeys<2>>;
+constexpr auto open_values = open<Values, PlainValues, Int8Values, PackedValues<4>, PackedValues<2>>;
+
+}  // namespace kvplus
