@@ -1,8 +1,8 @@
 """One attention layer's cache: append to the tail, seal full pages, let the policy choose, place the pages.
 
 The life of a token: `update` takes it (a prompt is held as it came until its attention has run; decoded tokens go
-straight to the tail), `_seal_whole_pages` encodes them, `_evict` asks the policy once the layer outgrows its budget by a
-page. Sealing and evicting happen at the start of the next `update`, so that a rejected draft (`crop`) leaves no trace.
+straight to the tail), `_seal_whole_pages` encodes them, `_evict` asks the policy once the layer outgrows its budget by
+a page. Sealing and evicting happen at the start of the next `update`, so that a rejected draft (`crop`) leaves no trace.
 """
 
 import copy
@@ -85,7 +85,7 @@ class PagedLayer(CacheLayerMixin):
 
     @property
     def rows(self) -> int:
-        return self.tail.keys.shape[0] if self.is_initialized else 0
+        return self.tail.rows if self.is_initialized else 0
 
     @property
     def batch_size(self) -> int:
@@ -124,9 +124,10 @@ class PagedLayer(CacheLayerMixin):
         else:
             self.tail.append(key_states, value_states)
         self.seen += new
-        return tuple(
-            StandIn(self, name, torch.Size((*states.shape[:2], self.seen, states.shape[-1])), states if empty else None)
-            for name, states in (("keys", key_states), ("values", value_states))
+        shape = (*key_states.shape[:2], self.seen)
+        return (
+            StandIn(self, "keys", torch.Size((*shape, key_states.shape[-1])), key_states if empty else None),
+            StandIn(self, "values", torch.Size((*shape, value_states.shape[-1])), value_states if empty else None),
         )
 
     # --- reading --------------------------------------------------------------------------------------------------
@@ -210,8 +211,9 @@ class PagedLayer(CacheLayerMixin):
             self.first = torch.zeros(self.rows, dtype=torch.int64, device=self.device)
             copies, self.expansion = self._same_prompts(keys, values), 1
         if padding is not None:
-            unopened = self.first == self.seen - keys.shape[-2]  # rows that held nothing but padding until here
-            self.first = self.first + padding.long().cumprod(dim=1).sum(dim=1) * unopened
+            start = self.seen - keys.shape[-2]
+            first = start + padding.long().cumprod(dim=1).sum(dim=1)
+            self.first = torch.where(self.first < start, self.first, first)
         if prompt and self.retention is not None and not self.record_past and self._outgrown(self.seen):
             self._seal_survivors(keys, values, padding, copies)
         else:
@@ -307,6 +309,7 @@ class PagedLayer(CacheLayerMixin):
         else:
             self.tail.replace(*self.sealed.truncate(self.sealed.slots - missing))
         self.seen = target
+        self.first = self.first.clamp(max=target)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Row `i` becomes what row `beam_idx[i]` was: pages by their numbers, the tail by copy."""
@@ -335,6 +338,10 @@ class PagedLayer(CacheLayerMixin):
             twin.batch_repeat_interleave(repeats)
         return twin
 
+    def __deepcopy__(self, memo: dict) -> "PagedLayer":
+        """A fork: pages never change, so an independent copy need not copy them."""
+        return self.fork(1)
+
     def offload(self) -> None:
         """Nothing to do: the placement decided where the pages live when they were written."""
 
@@ -348,7 +355,8 @@ class PagedLayer(CacheLayerMixin):
         """Bytes of every tensor and file that this layer holds, by tier."""
         if not self.is_initialized:
             return {}
-        tiers = Counter({str(self.device): self.tail.nbytes + sum(tokens.nbytes for tokens in self._pending or ())})
+        loose = [*(self._pending or ()), *([] if self.first is None else [self.first])]
+        tiers = Counter({str(self.device): self.tail.nbytes + sum(tensor.nbytes for tensor in loose)})
         for segment in self.sealed.segments:
             tiers.update(segment.bytes_by_tier())
         return dict(tiers)

@@ -19,6 +19,10 @@ class PagePool:
         self._free = torch.empty(0, dtype=torch.int64)
         self._tables: WeakSet[BlockTable] = WeakSet()
 
+    @property
+    def nbytes(self) -> int:
+        return self._free.untyped_storage().nbytes()
+
     def new_table(self, rows: int, heads: int, device: torch.device | str = "cpu") -> "BlockTable":
         """An empty block table whose entries keep pages of this pool alive."""
         table = BlockTable(rows, heads, device)
@@ -53,12 +57,10 @@ class PagePool:
         named = [table.named() for table in self._tables]
         return torch.unique(torch.cat(named)) if named else torch.empty(0, dtype=torch.int64)
 
-    def named_more_than_once(self) -> int:
-        """How many pages stand in more than one place of the tables, i.e. are shared."""
-        named = [table.named() for table in self._tables]
-        if not named:
-            return 0
-        return int((torch.unique(torch.cat(named), return_counts=True)[1] > 1).sum())
+    def shared(self, table: "BlockTable") -> int:
+        """How many of the pages that `table` names stand in more than one place of the pool's tables."""
+        pages, places = torch.unique(torch.cat([t.named() for t in self._tables]), return_counts=True)
+        return int(torch.isin(pages[places > 1], table.named()).sum())
 
     def _grow(self, missing: int) -> None:
         # A sixteenth of slack: few regrowths, and never much more memory than the pages in use.

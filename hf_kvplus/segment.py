@@ -37,6 +37,7 @@ class Segment:
             "values": format.value(page_size, values.shape[-1], values.dtype, channel_major=False),
         }
         layout = {f"{kind}.{part}": spec for kind, pages in self.formats.items() for part, spec in pages.parts.items()}
+        self._names = {kind: {part: f"{kind}.{part}" for part in pages.parts} for kind, pages in self.formats.items()}
         self.storage = placement.storage(layout, self.device)
         self.pool = PagePool()
         self.table = self.pool.new_table(keys.shape[0], keys.shape[1], self.device)
@@ -56,7 +57,8 @@ class Segment:
         """All pages as the operations read them."""
         parts = self.storage.view()
         return PageView(
-            *(_parts_of(kind, parts) for kind in self.formats),
+            self._parts_of("keys", parts),
+            self._parts_of("values", parts),
             *self.formats.values(),
             self.table.ids,
             self.table.has_null,
@@ -66,7 +68,7 @@ class Segment:
         """`"keys"` or `"values"` of every slot, decoded; zeros where there is no page."""
         format, ids = self.formats[kind], self.table.ids.flatten().long()
         if self.storage.capacity:
-            tokens = format.decode(_parts_of(kind, self.storage.read(ids.clamp(min=0))))
+            tokens = format.decode(self._parts_of(kind, self.storage.read(ids.clamp(min=0))))
         else:
             tokens = torch.zeros((len(ids), self.page_size, format.dim), dtype=self.dtype, device=self.device)
         if self.table.has_null:
@@ -109,6 +111,7 @@ class Segment:
     def bytes_by_tier(self) -> dict[str, int]:
         """Bytes of the storage and of the tables, by tier."""
         tiers = Counter(self.storage.bytes_by_tier())
+        tiers["cpu"] += self.pool.nbytes
         tiers[str(self.device)] += self.table.nbytes + (0 if self.positions is None else self.positions.nbytes)
         return dict(tiers)
 
@@ -117,6 +120,10 @@ class Segment:
         twin = copy.copy(self)
         twin.table = self.pool.adopt(self.table.copy())
         return twin
+
+    def _parts_of(self, kind: str, parts: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The parts of `"keys"` or of `"values"`, under the names that their format knows."""
+        return {part: parts[name] for part, name in self._names[kind].items()}
 
     def _write(self, keys, values, positions, copies: int) -> torch.Tensor:
         """Encode tokens into new pages; their numbers, int32 `[rows, heads, n]`."""
@@ -129,11 +136,14 @@ class Segment:
             held = (positions != NO_TOKEN).any(-1).cpu()
         numbers = self.pool.allocate(int(held.sum()))
         ids[held] = numbers.int()
+        keys, values = (tokens.flatten(0, 2) for tokens in (keys, values))
+        if numbers.numel() < held.numel():  # `index_select` copies whole pages; a bool index goes number by number
+            keys, values = (t.index_select(0, held.flatten().nonzero()[:, 0].to(t.device)) for t in (keys, values))
         held = held.to(self.device)
         self.storage.resize(self.pool.capacity)
         filled = None if positions is None else positions[held] != NO_TOKEN
         encoded = {
-            kind: self.formats[kind].encode(_without_holes(self.formats[kind], tokens[held], filled))
+            kind: self.formats[kind].encode(_without_holes(self.formats[kind], tokens, filled))
             for kind, tokens in (("keys", keys), ("values", values))
         }
         self.storage.write(
@@ -156,8 +166,3 @@ def _without_holes(format: PageFormat, pages: torch.Tensor, filled: torch.Tensor
     slots = torch.arange(format.page_size, device=pages.device)
     slots = torch.where(filled, slots, filled.int().argmax(-1, keepdim=True))
     return pages.gather(1, slots[..., None].expand_as(pages))
-
-
-def _parts_of(kind: str, parts: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The parts of `"keys"` or of `"values"`, under the names that their format knows."""
-    return {name.split(".", 1)[1]: part for name, part in parts.items() if name.startswith(kind)}

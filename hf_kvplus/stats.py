@@ -61,7 +61,7 @@ def collect(layers) -> CacheStats:
         used += keys.nbytes + values.nbytes
         for segment in layer.sealed.segments:
             live = len(segment.table.named().unique())
-            pages, shared = pages + live, shared + segment.pool.named_more_than_once()
+            pages, shared = pages + live, shared + segment.pool.shared(segment.table)
             used += live * segment.bytes_per_page
         per_token = sum(unsealed.shape[1] * unsealed.shape[3] for unsealed in (keys, values)) * layer.dtype.itemsize
         contiguous += layer.rows * layer.seen * per_token

@@ -21,6 +21,10 @@ class Tail:
         self.padding: torch.Tensor | None = None
 
     @property
+    def rows(self) -> int:
+        return self._keys.shape[0]
+
+    @property
     def keys(self) -> torch.Tensor:
         return self._keys[:, :, : self.length]
 
@@ -30,7 +34,8 @@ class Tail:
 
     @property
     def nbytes(self) -> int:
-        return self._keys.nbytes + self._values.nbytes + (self.padding.nbytes if self.padding is not None else 0)
+        padding = 0 if self.padding is None else self.padding.untyped_storage().nbytes()
+        return self._keys.nbytes + self._values.nbytes + padding
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Add tokens, none of them padding."""
@@ -57,7 +62,7 @@ class Tail:
         self._keys, self._values = self._keys.clone(), self._values.clone()
         self.append(keys, values)
         if padding is not None and bool(padding.any()):
-            self.padding = padding
+            self.padding = padding.clone()  # not a view that keeps a whole prompt's alive
 
     def crop(self, length: int) -> None:
         """Forget all but the first `length` tokens."""

@@ -73,7 +73,7 @@ class DiskStorage(Storage):
     def __init__(self, layout: Layout, device: torch.device, folder: str | None) -> None:
         super().__init__(layout, device)
         self._files = {name: tempfile.TemporaryFile(dir=folder, prefix="hf_kvplus-") for name in layout}  # noqa: SIM115
-        self._parts: dict[str, torch.Tensor] = {}
+        self._parts = {name: torch.empty((0, *s), dtype=d, device="cpu") for name, (s, d) in layout.items()}
         self._visiting: Future | None = None
 
     def resize(self, capacity):
@@ -94,7 +94,7 @@ class DiskStorage(Storage):
             self._parts[name][ids] = part.to("cpu")
 
     def prefetch(self):
-        if self._visiting is None and self.capacity:
+        if self._visiting is None:
             self._visiting = _reader().submit(self._load, dict(self._parts))
 
     @staticmethod
@@ -102,8 +102,6 @@ class DiskStorage(Storage):
         return {name: part.clone() for name, part in parts.items()}
 
     def view(self):
-        if not self.capacity:
-            return {name: torch.empty((0, *s), dtype=d, device=self.device) for name, (s, d) in self.layout.items()}
         self.prefetch()
         copies, self._visiting = self._visiting.result(), None
         return {name: copy.to(self.device) for name, copy in copies.items()}

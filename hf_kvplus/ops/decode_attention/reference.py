@@ -11,6 +11,8 @@ def decode_attention(query, pages, tail_keys, tail_values, mask, scale, softcap,
     # All query heads of a KV head are one matrix: [rows, kv_heads, group * q, dim].
     queries = (query.float() * scale).reshape(rows, kv_heads, -1, dim)
     page_slots = sum(view.tokens for view in pages)
+    if not page_slots + tail_keys.shape[2]:
+        return query.new_zeros((rows, q_len, heads, tail_values.shape[-1]))
 
     scores = queries.new_empty((*queries.shape[:3], page_slots + tail_keys.shape[2]))
     for view, ids, slots in _blocks(pages):
@@ -42,9 +44,12 @@ def _blocks(pages):
 def _decoded(format, parts, ids, has_null):
     """The tokens of pages `ids [rows, kv_heads, n]` as float32 `[rows, kv_heads, n * page, dim]`."""
     flat = ids.flatten().long()
-    tokens = format.decode({name: part[flat.clamp(min=0)] for name, part in parts.items()}, torch.float32)
-    if has_null:  # whatever stands in for a missing page must not reach the sums, not even as 0 * NaN
-        tokens = tokens.masked_fill((flat < 0)[:, None, None], 0.0)
+    held = flat >= 0 if has_null else slice(None)
+    found = format.decode({name: part[flat[held]] for name, part in parts.items()}, torch.float32)
+    tokens = found
+    if has_null:  # nothing may stand in for a missing page: there may be no page at all, and 0 * NaN is NaN
+        tokens = found.new_zeros((len(flat), *found.shape[1:]))
+        tokens[held] = found
     return tokens.reshape(*ids.shape[:2], -1, format.dim)
 
 
