@@ -28,9 +28,11 @@ class TensorStorage(Storage):
         self.capacity = capacity
 
     def write(self, ids, parts):
-        ids = ids.to(self.home)
+        first = int(ids[0]) if len(ids) else 0
+        run = slice(first, first + len(ids))
+        where = run if torch.equal(ids, torch.arange(first, run.stop)) else ids.to(self.home)
         for name, part in parts.items():
-            self._parts[name][ids] = part.to(self.home)  # `index_copy_` does not know float8
+            self._parts[name][where] = part.to(self.home)  # one copy where the pages lie together
 
     def view(self):
         return self._parts

@@ -8,6 +8,7 @@ from .. import _build
 
 DEVICE = "cpu"
 
+_SOURCE = Path(__file__).with_name("cpu.cpp")
 _LAYOUTS = {"native", "int8", "int4", "int2", "fp8"}
 _DTYPES = {torch.float32, torch.bfloat16, torch.float16}
 
@@ -27,7 +28,7 @@ def _(query, tables, parts, layouts, rotations, tail_keys, tail_values, mask, sc
 @torch.compiler.assume_constant_result
 def missing() -> str | None:
     """`None` if the kernel can run here (the first call compiles it), else why not and what to install."""
-    return _build.load(Path(__file__).with_name("cpu.cpp"))
+    return _build.load(_SOURCE)
 
 
 def refuses(query, pages, tail_keys, mask) -> str | None:
