@@ -14,44 +14,53 @@ from .errors import UnsupportedModelError
 from .layer import MAX_DECODE_TOKENS, PagedLayer
 from .ops.decode_attention import decode_attention
 from .segment import NO_TOKEN
+from .standin import StandIn
 
 # Arguments of attention functions that the fused path honours, or that do not change what it computes.
-_HONOURED = {"scaling", "softcap", "s_aux", "sliding_window", "is_causal", "dropout"}
+_HONOURED = {"scaling", "softcap", "s_aux", "sliding_window", "is_causal", "dropout", "position_bias"}
 _WITHOUT_EFFECT = {"position_ids", "cache_position", "cache", "past_key_values", "use_cache", "kwargs", "layer_idx"}
 _WITHOUT_EFFECT |= {"output_attentions", "output_hidden_states", "return_dict", "logits_to_keep", "token_type_ids"}
+_WITHOUT_EFFECT |= {"output_router_logits"}
 _WITHOUT_EFFECT |= {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "num_items_in_batch"}
 
 
-def attend(inner: Callable, module: torch.nn.Module, query, key, value, mask, **kwargs):
+def attend(inner: Callable, module: torch.nn.Module, query, key, value, attention_mask, **kwargs):
     """What the wrapped attention functions do when `key` is a stand-in.
 
     Args:
         inner: the attention function that the model asked for.
         query: `[rows, heads, new, dim]`.
-        key, value: stand-ins.
-        mask: as transformers made it.
+        key: a stand-in.
+        value: a stand-in too, unless the model has worked on the values.
+        attention_mask: as transformers made it.
         kwargs: the rest of the call.
 
     Returns:
         What `inner` returns: the output `[rows, new, heads, value_dim]`, and the weights or `None`.
     """
+    if type(value) is not StandIn:
+        return inner(module, query, key.dense(), value, attention_mask, **kwargs)
     layer: PagedLayer = key.layer
-    new, evicts = query.shape[2], layer.retention is not None
+    mask, new, evicts = attention_mask, query.shape[2], layer.retention is not None
+    readable = mask is None or (isinstance(mask, torch.Tensor) and mask.ndim in (2, 4))
+    by_position = not readable or bool(_unknown(kwargs))  # what is given cannot be rearranged as the slots are
+    if evicts and by_position and not layer.masked_by_model:
+        _refuse_eviction(None if readable else mask, _unknown(kwargs))
     if key.fresh is not None:
+        if evicts and layer._pending is not None and key.shape[2] != new:
+            raise UnsupportedModelError(
+                "This model keeps the keys of an image (or of another input) in the same cache as those of its tokens, "
+                "and a policy would evict those too. Use a string without a retention policy, such as 'paged_int8'."
+            )
         out = inner(module, query, key.fresh, value.fresh, mask, **kwargs)
         layer.commit(padding_of(mask, layer, new))
         return out
 
-    readable = mask is None or (isinstance(mask, torch.Tensor) and mask.ndim in (2, 4))
-    if evicts and not readable:
-        raise UnsupportedModelError(
-            f"The attention mask is a {type(mask).__name__}, which a cache that evicts tokens cannot apply. "
-            "Load the model with attn_implementation='sdpa' or 'eager'."
-        )
     if readable and not evicts and layer.sealed.has_null:
         _refuse_unpadding(mask, layer)
-
-    if readable and new <= MAX_DECODE_TOKENS and _fused_serves(kwargs):
+    if evicts and by_position:
+        result = inner(module, query, layer.contiguous("keys"), layer.contiguous("values"), mask, **kwargs)
+    elif not by_position and new <= MAX_DECODE_TOKENS and _is_known(inner) and not _wants_weights(kwargs):
         out = decode_attention(
             query,
             layer.sealed.view(),
@@ -68,23 +77,50 @@ def attend(inner: Callable, module: torch.nn.Module, query, key, value, mask, **
             slots = slot_mask(layer, mask, new, module, kwargs)
             if slots is not None and slots.shape[1] not in (1, query.shape[1]):
                 slots = slots.repeat_interleave(query.shape[1] // slots.shape[1], dim=1)
+            if slots is not None and slots.dtype == torch.bool:  # not every function takes those
+                slots = torch.zeros_like(slots, dtype=query.dtype).masked_fill(~slots, torch.finfo(query.dtype).min)
+            kwargs.pop("position_bias", None)  # the mask has it
         result = inner(module, query, layer.dense("keys"), layer.dense("values"), slots, **kwargs)
     layer.commit(padding_of(mask, layer, new))
     return result
 
 
-def _fused_serves(kwargs: dict) -> bool:
-    """Whether the fused path computes all that the call asks for."""
-    unknown = {name for name, value in kwargs.items() if value is not None} - _HONOURED - _WITHOUT_EFFECT
-    return not unknown and not kwargs.get("dropout") and not _compat.wants_attentions(kwargs)
+def _unknown(kwargs: dict) -> set[str]:
+    """The arguments of the call that this module does not know."""
+    return {name for name, value in kwargs.items() if value is not None} - _HONOURED - _WITHOUT_EFFECT
+
+
+def _is_known(inner: Callable) -> bool:
+    """Whether `inner` is one of transformers' own: only those compute what the fused path does."""
+    return (getattr(inner, "__module__", None) or "").startswith("transformers.")
+
+
+def _wants_weights(kwargs: dict) -> bool:
+    """Whether the call asks for attention weights (given back, or dropped out), which the fused path does not build."""
+    return bool(kwargs.get("dropout")) or _compat.wants_attentions(kwargs)
 
 
 def slot_mask(layer: PagedLayer, mask, new: int, module, kwargs) -> torch.Tensor | None:
     """The mask over the slots of `layer`, `[rows or 1, 1 or heads, new, slots]`, or `None` if all is visible.
 
+    It includes the `position_bias` of `kwargs`, if there is one.
+
     Args:
         mask: `None`, `[rows, positions]` (which are no padding) or `[rows or 1, 1 or heads, new, positions]`.
     """
+    shown, bias = _visible_slots(layer, mask, new, module, kwargs), kwargs.get("position_bias")
+    if bias is None:
+        return shown
+    bias = bias[..., : layer.seen]
+    if layer.retention is not None:
+        bias, shown = _of_slots(bias, layer.slot_positions(), shown)
+    if shown is None:
+        return bias
+    return torch.where(shown, bias, torch.finfo(bias.dtype).min) if shown.dtype == torch.bool else bias + shown
+
+
+def _visible_slots(layer: PagedLayer, mask, new: int, module, kwargs) -> torch.Tensor | None:
+    """As `slot_mask`, of the masks alone."""
     evicts, full = layer.retention is not None, mask is not None and mask.ndim == 4
     if full and not evicts:
         return mask[..., : layer.slots]
@@ -106,22 +142,42 @@ def slot_mask(layer: PagedLayer, mask, new: int, module, kwargs) -> torch.Tensor
         allowed = allowed & (positions[:, :, None] <= queries[:, None])
     if window is not None:
         allowed = allowed & (positions[:, :, None] > queries[:, None] - window)
-    if evicts and not layer.masked_by_model:
-        hidden = layer.retention.visible(queries, positions, layer.first)
+    if evicts:
+        # Where the model masks for itself, hide what a layer of transformers would not hold: some models rely on that.
+        hidden = layer.retention.visible(queries[:1] if layer.masked_by_model else queries, positions, layer.first)
         allowed = allowed if hidden is None else allowed & hidden
     if mask is None:
         return allowed
     if not full:
         mask = mask[:, None, None].bool().expand(-1, -1, new, -1)
 
-    rows, heads = max(mask.shape[0], positions.shape[0]), max(mask.shape[1], positions.shape[1])
-    if positions.shape[1] not in (1, heads):
-        positions, allowed = (t.repeat_interleave(heads // t.shape[1], dim=1) for t in (positions, allowed))
-    columns = positions.clamp(min=0).long()[:, :, None].expand(rows, heads, new, -1)
-    mask = mask.expand(rows, heads, -1, -1).gather(-1, columns)
+    mask, allowed = _of_slots(mask, positions, allowed)
     if mask.dtype == torch.bool:
         return mask & allowed
     return mask.masked_fill(~allowed, torch.finfo(mask.dtype).min)
+
+
+def _of_slots(table: torch.Tensor, positions: torch.Tensor, shown: torch.Tensor):
+    """The columns of `table [rows or 1, heads or 1, new, seen]` that belong to the slots at `positions`.
+
+    Also `shown [rows, heads or 1, new, slots]`, with as many heads.
+    """
+    rows, heads = max(table.shape[0], positions.shape[0]), max(table.shape[1], positions.shape[1])
+    if positions.shape[1] not in (1, heads):
+        positions = positions.repeat_interleave(heads // positions.shape[1], dim=1)
+    if shown.shape[1] not in (1, heads):
+        shown = shown.repeat_interleave(heads // shown.shape[1], dim=1)
+    columns = positions.clamp(min=0).long()[:, :, None].expand(rows, heads, table.shape[2], -1)
+    return table.expand(rows, heads, -1, -1).gather(-1, columns), shown
+
+
+def _refuse_eviction(mask, unknown: set[str]) -> None:
+    given = f"a {type(mask).__name__} as its mask" if mask is not None else ", ".join(sorted(unknown))
+    raise UnsupportedModelError(
+        f"The attention of this model takes {given}, which a cache that evicts tokens cannot apply. Use a string "
+        "without a retention policy, such as 'paged_int8'"
+        + ("." if mask is None else ", or load the model with attn_implementation='sdpa' or 'eager'.")
+    )
 
 
 def padding_of(mask, layer: PagedLayer, new: int) -> torch.Tensor | None:

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from . import registry
-from .errors import invalid
+from .errors import UnsupportedModelError, invalid
 from .formats import FormatSpec
 from .layer import PagedLayer
 from .registry import CacheSpec
@@ -80,6 +80,12 @@ class PagedCache(DynamicCache):
         self.spec = spec
         formats = spec.format.of(len(self.layers))
         self.layers = [_paged(layer, spec, format) for layer, format in zip(self.layers, formats)]
+        kinds = {type(layer).__name__ for layer in self.layers if isinstance(layer, CacheLayerMixin)}
+        if kinds and not self.paged_layers:
+            raise UnsupportedModelError(
+                f"The layers of this model ({', '.join(sorted(kinds))}) keep more than keys and values and "
+                "cannot be held in pages. Leave the cache out for this model."
+            )
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args, **kwargs):
         """As `Cache.update`; what comes back stands for the dense tensors (see `hf_kvplus.standin`)."""

@@ -1,6 +1,7 @@
-"""Every hook into transformers, and nothing else: three places, put back by `unregister()`.
+"""Every hook into transformers, and nothing else: four places, put back by `unregister()`.
 
 - The strings join those that `GenerationConfig` accepts, and a misspelt one is told its nearest neighbour.
+- A model that would never ask for the cache of a string is refused before it generates.
 - `generate` builds its cache as ever, for "dynamic"; then its attention layers become pages.
 - Attention functions are preceded by one test: is the key a stand-in?
 """
@@ -30,10 +31,12 @@ def register() -> None:
     _originals.update(
         strings=_compat.valid_strings(),
         validate=GenerationConfig.validate,
+        validate_mode=GenerationMixin._validate_generation_mode,
         prepare=GenerationMixin._prepare_cache_for_generation,
         get_interface=AttentionInterface.get_interface,
     )
     GenerationConfig.validate = _validate
+    GenerationMixin._validate_generation_mode = _validate_mode
     GenerationMixin._prepare_cache_for_generation = _prepare_cache
     AttentionInterface.get_interface = _get_interface
     _announce()
@@ -45,6 +48,7 @@ def unregister() -> None:
         return
     _compat.set_valid_strings(_originals["strings"])
     GenerationConfig.validate = _originals["validate"]
+    GenerationMixin._validate_generation_mode = _originals["validate_mode"]
     GenerationMixin._prepare_cache_for_generation = _originals["prepare"]
     AttentionInterface.get_interface = _originals["get_interface"]
     _originals.clear()
@@ -80,6 +84,16 @@ def _validate(self, *args, **kwargs):
     return _originals["validate"](self, *args, **kwargs)
 
 
+@functools.wraps(GenerationMixin._validate_generation_mode)
+def _validate_mode(self, generation_mode, generation_config, *args, **kwargs):
+    name, method = generation_config.cache_implementation, "_prepare_cache_for_generation"
+    owners = [kind for kind in type(self).__mro__ if method in vars(kind) and kind is not GenerationMixin]
+    # An override that does not call the one it overrides never comes to ours.
+    if name in registry.names() and any(method not in vars(kind)[method].__code__.co_names for kind in owners):
+        raise _refused(name, self, "builds a cache of its own")
+    return _originals["validate_mode"](self, generation_mode, generation_config, *args, **kwargs)
+
+
 @functools.wraps(GenerationMixin._prepare_cache_for_generation)
 def _prepare_cache(self, generation_config, model_kwargs, generation_mode, batch_size, *args, **kwargs):
     original = functools.partial(_originals["prepare"], self, generation_config, model_kwargs, generation_mode)
@@ -96,7 +110,7 @@ def _prepare_cache(self, generation_config, model_kwargs, generation_mode, batch
     try:
         result = original(batch_size, *args, **kwargs)
     finally:
-        generation_config.cache_implementation = name
+        generation_config.cache_implementation = _Name(name)
     key = _compat.cache_key(model_kwargs)
     if given or (key is None and generation_config.use_cache is False):
         return result
@@ -104,12 +118,8 @@ def _prepare_cache(self, generation_config, model_kwargs, generation_mode, batch
     nested = isinstance(built, EncoderDecoderCache)
     decoder_cache = built.self_attention_cache if nested else built
     if type(decoder_cache) is not DynamicCache:
-        raise UnsupportedModelError(
-            f"`cache_implementation`: {name!r} cannot serve {type(self).__name__}, which "
-            + ("keeps no cache that transformers could replace." if built is None else
-               f"insists on a cache of its own ({type(decoder_cache).__name__}).")
-            + " Leave `cache_implementation` out for this model."
-        )  # fmt: skip
+        reason = "keeps no cache that transformers could replace"
+        raise _refused(name, self, reason if built is None else f"insists on a {type(decoder_cache).__name__}")
     if spec is None:
         config = self.config.get_text_config(decoder=True)
         cache = registry.FACTORIES[name](config, **(generation_config.cache_config or {}))
@@ -123,6 +133,20 @@ def _prepare_cache(self, generation_config, model_kwargs, generation_mode, batch
     else:
         model_kwargs[key] = cache
     return result
+
+
+def _refused(name: str, model, reason: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"`cache_implementation`: {name!r} cannot serve {type(model).__name__}, which {reason}. "
+        "Leave `cache_implementation` out for this model."
+    )
+
+
+class _Name(str):
+    """A cache string that contains nothing: T5Gemma looks for "offloaded" in it, so that transformers offloads too."""
+
+    def __contains__(self, part: str) -> bool:
+        return False
 
 
 def _paged_of(cache, action: Callable[[PagedCache], None]) -> None:
@@ -142,9 +166,9 @@ def _preceded(inner: Callable) -> Callable:
     """`inner`, which leaves calls whose key is a stand-in to `attend`."""
 
     @functools.wraps(inner)
-    def attention(module, query, key, *args, **kwargs):
+    def attention(module, query, key, value, *args, **kwargs):
         if type(key) is StandIn:
-            return attend(inner, module, query, key, *args, **kwargs)
-        return inner(module, query, key, *args, **kwargs)
+            return attend(inner, module, query, key, value, *args, **kwargs)
+        return inner(module, query, key, value, *args, **kwargs)
 
     return attention

@@ -1,0 +1,190 @@
+"""Every kind of model that has a cache, against `DynamicCache` and against the table in docs/models.md."""
+
+import functools
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import tiny_models as tiny
+import torch
+from numerics import assert_close
+from transformers import LogitsProcessor
+
+import hf_kvplus
+from hf_kvplus.layer import PagedLayer
+
+NEW = 24  # tokens generated: with pages of 8, several seals
+PAGES = {"page_size": 8}
+#: Relative RMS of a step's logits when only the order of float32 sums differs.
+ROUNDING = 1e-5
+ILL_CONDITIONED = {"gemma4_text": 1e-4}  # sdpa and eager of transformers differ as much
+
+EXACT = ("paged_native", "offloaded_paged_native")
+EVICTING = {
+    "sliding_paged_native": ({"window": 10, "sink_tokens": 2}, {"window": 500}),
+    "keydiff_paged_native": ({"budget": 12}, {"budget": 500}),
+}
+
+
+@dataclass
+class Row:
+    """What docs/models.md says about a model type."""
+
+    served: bool
+    evicts: bool = False
+    fused: bool = False
+
+
+@functools.cache
+def table() -> dict[str, Row]:
+    rows = {}
+    for line in (Path(__file__).parents[1] / "docs" / "models.md").read_text().splitlines():
+        types, cells = re.findall(r"`(\w+)`", line.split("|")[1]) if line.startswith("|") else [], line.split("|")
+        for type_ in types:
+            rows[type_] = Row(True, "yes" in cells[4], "fused" in cells[5]) if len(cells) == 8 else Row(False)
+    return rows
+
+
+def row(name: str) -> Row:
+    return table()[tiny.model_type(name)]
+
+
+SERVED = [name for name in tiny.names() if row(name).served]
+REFUSED = [name for name in tiny.names() if not row(name).served]
+EVICTABLE = [name for name in SERVED if row(name).evicts]
+
+
+@functools.cache
+def build(name: str):
+    return tiny.build(name)
+
+
+def attentions(name: str) -> list[str]:
+    return ["sdpa", "eager"] if build(name)._supports_sdpa else ["eager"]
+
+
+def generate(name: str, attention: str, lengths=(tiny.PROMPT,), string=None, options=None, **kwargs):
+    model = build(name)
+    model.set_attn_implementation(attention)
+    if string is not None:
+        kwargs.update(cache_implementation=string, cache_config={**PAGES, **(options or {})})
+    return model.generate(
+        **tiny.inputs(name, model, lengths),
+        max_new_tokens=NEW,
+        do_sample=False,
+        output_logits=True,
+        return_dict_in_generate=True,
+        **kwargs,
+    )
+
+
+@functools.cache
+def dynamic(name: str, attention: str, lengths=(tiny.PROMPT,), num_beams=1):
+    """What transformers' own cache gives: the tokens, and the logits of each step."""
+    out = generate(name, attention, lengths, num_beams=num_beams)
+    return out.sequences, torch.stack(out.logits)
+
+
+def assert_same(name: str, out, reference, tolerance=None) -> None:
+    tokens, logits = reference
+    assert out.sequences.tolist() == tokens.tolist()
+    assert_close(f"logits of {name}", torch.stack(out.logits), logits, ILL_CONDITIONED.get(name, ROUNDING))
+
+
+@pytest.mark.parametrize("string", EXACT)
+@pytest.mark.parametrize("name", SERVED)
+def test_cache_that_keeps_all_is_exact(name, string):
+    for attention in attentions(name):
+        assert_same(name, generate(name, attention, string=string), dynamic(name, attention))
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_left_padded_batch(name):
+    lengths = (tiny.PROMPT, 12 if name in tiny.MULTIMODAL else 4)
+    for attention in attentions(name):
+        assert_same(name, generate(name, attention, lengths, "paged_native"), dynamic(name, attention, lengths))
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_beam_search(name):
+    attention = attentions(name)[0]
+    out = generate(name, attention, string="paged_native", num_beams=3)
+    assert_same(name, out, dynamic(name, attention, num_beams=3))
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_int8_is_close(name):
+    attention = attentions(name)[0]
+    tokens, logits = dynamic(name, attention)
+    out = generate(name, attention, string="paged_int8", logits_processor=[_Forced(tokens)])
+    assert out.sequences.tolist() == tokens.tolist()
+    assert_close(f"logits of {name}", torch.stack(out.logits), logits, 0.1 if name in ILL_CONDITIONED else 0.02)
+
+
+@pytest.mark.parametrize("string", EVICTING)
+@pytest.mark.parametrize("name", EVICTABLE)
+def test_evicting_cache(name, string):
+    tight, ample = EVICTING[string]
+    lengths = (tiny.PROMPT, 12)
+    for attention in attentions(name):
+        assert_same(name, generate(name, attention, string=string, options=ample), dynamic(name, attention))
+        out = generate(name, attention, lengths, string, tight)
+        assert len(out.logits) == NEW
+        assert torch.stack(out.logits).isfinite().all()
+
+
+@pytest.mark.parametrize("string", EVICTING)
+@pytest.mark.parametrize("name", [name for name in SERVED if not row(name).evicts])
+def test_evicting_cache_is_refused(name, string):
+    tight, _ = EVICTING[string]
+    if name == "doge" and string.startswith("keydiff"):
+        pytest.skip("the model's own windows leave the policy nothing to do")
+    watch = _Watch()
+    with pytest.raises(hf_kvplus.UnsupportedModelError, match="'paged_int8'"):
+        generate(name, attentions(name)[0], string=string, options=tight, logits_processor=[watch])
+    assert watch.steps == 0, "refused, but only after the first token"
+
+
+@pytest.mark.parametrize("string", [*EXACT, *EVICTING])
+@pytest.mark.parametrize("name", REFUSED)
+def test_model_is_refused(name, string):
+    watch = _Watch()
+    with pytest.raises(hf_kvplus.UnsupportedModelError, match="for this model"):
+        generate(name, attentions(name)[0], string=string, logits_processor=[watch])
+    assert watch.steps == 0
+
+
+class _Forced(LogitsProcessor):
+    """Makes the next token that of a sequence given, whatever the logits (which are recorded as they were)."""
+
+    def __init__(self, tokens: torch.Tensor) -> None:
+        self.tokens = tokens
+
+    def __call__(self, input_ids, scores):
+        chosen = self.tokens[:, input_ids.shape[1], None]
+        return torch.full_like(scores, -math.inf).scatter(1, chosen, 0.0)
+
+
+class _Watch(LogitsProcessor):
+    """Counts the steps, and the dense tensors built up to the last of them."""
+
+    def __init__(self) -> None:
+        self.steps, self.before, self.dense = 0, PagedLayer.dense_reads, 0
+
+    def __call__(self, input_ids, scores):
+        self.steps, self.dense = self.steps + 1, PagedLayer.dense_reads - self.before
+        return scores
+
+
+@pytest.mark.parametrize("string", ["paged_native", "paged_int8", *EVICTING])
+@pytest.mark.parametrize("name", SERVED)
+def test_decoding_builds_the_dense_cache_only_where_the_table_says_so(name, string):
+    if string in EVICTING and not row(name).evicts:
+        pytest.skip("refused")
+    for attention in attentions(name):
+        watch = _Watch()
+        generate(name, attention, string=string, options=EVICTING.get(string, [{}])[0], logits_processor=[watch])
+        assert watch.steps == NEW
+        assert (watch.dense == 0) == row(name).fused, f"{watch.dense} dense tensors under {attention}"
