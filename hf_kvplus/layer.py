@@ -6,6 +6,7 @@ a page. Sealing and evicting happen at the start of the next `update`, so that a
 """
 
 import copy
+import math
 from collections import Counter
 
 import torch
@@ -70,6 +71,7 @@ class PagedLayer(CacheLayerMixin):
         self.seen = 0
         self.evicted_at = 0  # `seen` when tokens were last evicted: no crop can go back behind it
         self.first: torch.Tensor | None = None  # position of each row's first token that is not padding
+        self.opened_at = math.inf  # `seen` when every row had such a token: until then, any update is part of a prompt
         self.sealed: SealedTokens | None = None
         self.tail: Tail | None = None
         self._pending: tuple[torch.Tensor, torch.Tensor] | None = None  # given, but attention has not run yet
@@ -119,7 +121,7 @@ class PagedLayer(CacheLayerMixin):
             )
         self._settle()
         new, empty = key_states.shape[-2], self.seen == 0
-        if empty or new > MAX_DECODE_TOKENS:
+        if self.seen < self.opened_at or new > MAX_DECODE_TOKENS:
             self._pending = (key_states, value_states)
         else:
             self.tail.append(key_states, value_states)
@@ -198,7 +200,7 @@ class PagedLayer(CacheLayerMixin):
         if self._pending is None:
             return
         keys, values = self.unsealed()
-        prompt = self.seen == keys.shape[-2]
+        prompt = self.seen == self._pending[0].shape[-2]
         self._pending = None
         if padding is not None or self.tail.padding is not None:
             parts = [self.tail.padding, padding]
@@ -214,6 +216,8 @@ class PagedLayer(CacheLayerMixin):
             start = self.seen - keys.shape[-2]
             first = start + padding.long().cumprod(dim=1).sum(dim=1)
             self.first = torch.where(self.first < start, self.first, first)
+        if self.seen < self.opened_at and (padding is None or bool((self.first < self.seen).all())):
+            self.opened_at = self.seen
         if prompt and self.retention is not None and not self.record_past and self._outgrown(self.seen):
             self._seal_survivors(keys, values, padding, copies)
         else:
@@ -310,6 +314,8 @@ class PagedLayer(CacheLayerMixin):
             self.tail.replace(*self.sealed.truncate(self.sealed.slots - missing))
         self.seen = target
         self.first = self.first.clamp(max=target)
+        if target < self.opened_at:
+            self.opened_at = math.inf
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Row `i` becomes what row `beam_idx[i]` was: pages by their numbers, the tail by copy."""

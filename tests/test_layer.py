@@ -247,7 +247,8 @@ class Layer(RuleBasedStateMachine):
         standins = layer.update(keys, values)
         self.settled(layer, model)
         model.add(keys, values)
-        model.pending, model.copies = (new if was_empty or new > MAX_DECODE_TOKENS else 0), copies
+        model.pending, model.copies = (0 if layer._pending is None else new), copies
+        assert model.pending or not (was_empty or new > MAX_DECODE_TOKENS)
 
         for standin, whole in zip(standins, (model.keys, model.values)):
             assert standin.shape == whole.shape
