@@ -96,6 +96,7 @@ def cache_bytes(cache) -> int:
 
 def main() -> None:
     transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
     console = Console()
     with console.status("Loading SmolLM2-135M-Instruct (float32)"):
         model, tokenizer = load()

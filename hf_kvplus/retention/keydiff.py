@@ -1,7 +1,8 @@
 """KeyDiff: keep the keys that differ most from the others.
 
 Park et al. 2025, "KeyDiff: Key Similarity-Based KV Cache Eviction for Long-Context LLM Inference in
-Resource-Constrained Environments", section 3: a key's score is its negative cosine similarity to the mean of the normalised keys.
+Resource-Constrained Environments", section 3: a key's score is its negative cosine similarity to the mean of the
+normalised keys.
 """
 
 from dataclasses import dataclass
