@@ -74,7 +74,8 @@ def _forward(operator: str):
 
 
 for _operator in (
-    "add radd sub rsub mul rmul truediv rtruediv matmul rmatmul pow neg getitem iter lt le gt ge eq ne and or invert"
+    "add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod matmul rmatmul pow rpow "
+    "neg abs getitem iter lt le gt ge eq ne and or invert"
 ).split():
     setattr(StandIn, f"__{_operator}__", _forward(f"__{_operator}__"))
 StandIn.__hash__ = object.__hash__
