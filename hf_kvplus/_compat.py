@@ -30,12 +30,8 @@ def wants_attentions(kwargs: dict) -> bool:
 
 
 def valid_strings() -> tuple[str, ...]:
-    """What `GenerationConfig` accepts as `cache_implementation`."""
+    """What transformers itself accepts as `cache_implementation`."""
     return configuration_utils.ALL_CACHE_IMPLEMENTATIONS
-
-
-def set_valid_strings(names: tuple[str, ...]) -> None:
-    configuration_utils.ALL_CACHE_IMPLEMENTATIONS = names
 
 
 def build_dynamic(config) -> DynamicCache:

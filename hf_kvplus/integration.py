@@ -1,11 +1,13 @@
-"""Every hook into transformers, and nothing else: four places, put back by `unregister()`.
+"""Every hook into transformers, and nothing else: five places, put back by `unregister()`.
 
-- The strings join those that `GenerationConfig` accepts, and a misspelt one is told its nearest neighbour.
-- A model that would never ask for the cache of a string is refused before it generates.
+- `GenerationConfig` accepts the strings (its own list stays as it is, for models that copy it and build caches of their
+  own), and a misspelt one is told its nearest neighbour.
+- A model that would never ask for the cache of a string is refused before it generates (two places).
 - `generate` builds its cache as ever, for "dynamic"; then its attention layers become pages.
 - Attention functions are preceded by one test: is the key a stand-in?
 """
 
+import copy
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +20,7 @@ from transformers.modeling_utils import AttentionInterface
 from . import _compat, registry
 from .attention import attend
 from .caches import PagedCache
-from .errors import UnsupportedModelError, invalid
+from .errors import UnsupportedModelError, invalid, nearest
 from .standin import StandIn
 
 _originals: dict[str, Any] = {}
@@ -29,26 +31,26 @@ def register() -> None:
     if _originals:
         return
     _originals.update(
-        strings=_compat.valid_strings(),
         validate=GenerationConfig.validate,
         validate_mode=GenerationMixin._validate_generation_mode,
+        prepare_static=GenerationMixin._prepare_static_cache,
         prepare=GenerationMixin._prepare_cache_for_generation,
         get_interface=AttentionInterface.get_interface,
     )
     GenerationConfig.validate = _validate
     GenerationMixin._validate_generation_mode = _validate_mode
+    GenerationMixin._prepare_static_cache = _prepare_static
     GenerationMixin._prepare_cache_for_generation = _prepare_cache
     AttentionInterface.get_interface = _get_interface
-    _announce()
 
 
 def unregister() -> None:
     """Leave transformers as it was before `register()`."""
     if not _originals:
         return
-    _compat.set_valid_strings(_originals["strings"])
     GenerationConfig.validate = _originals["validate"]
     GenerationMixin._validate_generation_mode = _originals["validate_mode"]
+    GenerationMixin._prepare_static_cache = _originals["prepare_static"]
     GenerationMixin._prepare_cache_for_generation = _originals["prepare"]
     AttentionInterface.get_interface = _originals["get_interface"]
     _originals.clear()
@@ -61,26 +63,24 @@ def register_cache_implementation(name: str, factory: Callable[..., Any]) -> Non
         name: the string. Not one of transformers' or of ours.
         factory: called as `factory(config, **cache_config)` with the decoder's config; returns a `transformers.Cache`.
     """
-    taken = (set(registry.names()) - set(registry.FACTORIES)) | {"paged"}
-    taken |= set(_originals["strings"] if _originals else _compat.valid_strings())
+    taken = (set(registry.names()) - set(registry.FACTORIES)) | {"paged", *_compat.valid_strings()}
     if not isinstance(name, str) or name in taken:
         raise invalid("name", name, "a string that neither transformers nor hf_kvplus uses")
     if not callable(factory):
         raise invalid("factory", factory, "a function of (config, **cache_config) that returns a Cache")
     registry.FACTORIES[name] = factory
-    if _originals:
-        _announce()
-
-
-def _announce() -> None:
-    _compat.set_valid_strings((*_originals["strings"], *registry.names()))
 
 
 @functools.wraps(GenerationConfig.validate)
 def _validate(self, *args, **kwargs):
-    given = self.cache_implementation
-    if isinstance(given, str) and given != "paged" and given not in _compat.valid_strings() and "paged" in given:
-        raise registry.unknown_string(given)
+    given, ours, theirs = self.cache_implementation, registry.names(), ("paged", *_compat.valid_strings())
+    if given in ours:
+        self = copy.copy(self)
+        self.cache_implementation = "dynamic"
+    elif isinstance(given, str) and given not in theirs:
+        meant = nearest(given, ours + theirs)
+        if "paged_" in given or (meant and meant == nearest(given, ours)):
+            raise registry.unknown_string(given)
     return _originals["validate"](self, *args, **kwargs)
 
 
@@ -92,6 +92,13 @@ def _validate_mode(self, generation_mode, generation_config, *args, **kwargs):
     if name in registry.names() and any(method not in vars(kind)[method].__code__.co_names for kind in owners):
         raise _refused(name, self, "builds a cache of its own")
     return _originals["validate_mode"](self, generation_mode, generation_config, *args, **kwargs)
+
+
+@functools.wraps(GenerationMixin._prepare_static_cache)
+def _prepare_static(self, cache_implementation, *args, **kwargs):
+    if cache_implementation in registry.names():  # Janus asks for whatever it was given when it draws an image
+        raise _refused(cache_implementation, self, "insists on a StaticCache")
+    return _originals["prepare_static"](self, cache_implementation, *args, **kwargs)
 
 
 @functools.wraps(GenerationMixin._prepare_cache_for_generation)

@@ -1,6 +1,7 @@
 """Every kind of model that has a cache, against `DynamicCache` and against the table in docs/models.md."""
 
 import functools
+import importlib.util
 import math
 import re
 from dataclasses import dataclass
@@ -9,11 +10,16 @@ from pathlib import Path
 import pytest
 import tiny_models as tiny
 import torch
-from numerics import assert_close
+import transformers
+from numerics import assert_close, relative_rms
 from transformers import LogitsProcessor
 
 import hf_kvplus
+from hf_kvplus.attention import slot_mask
+from hf_kvplus.formats import FORMATS
 from hf_kvplus.layer import PagedLayer
+from hf_kvplus.placement import Resident
+from hf_kvplus.retention.keydiff import KeyDiff
 
 NEW = 24  # tokens generated: with pages of 8, several seals
 PAGES = {"page_size": 8}
@@ -41,10 +47,18 @@ class Row:
 def table() -> dict[str, Row]:
     rows = {}
     for line in (Path(__file__).parents[1] / "docs" / "models.md").read_text().splitlines():
-        types, cells = re.findall(r"`(\w+)`", line.split("|")[1]) if line.startswith("|") else [], line.split("|")
-        for type_ in types:
-            rows[type_] = Row(True, "yes" in cells[4], "fused" in cells[5]) if len(cells) == 8 else Row(False)
+        cells = [cell.strip() for cell in line.split("|")]
+        for type_ in re.findall(r"`(\w+)`", cells[1]) if line.startswith("|") else []:
+            rows[type_] = Row(True, cells[4] == "yes", cells[5] == "fused") if len(cells) == 8 else Row(False)
+            if "inline in transformers" in cells[-2] and not _asks_for_attention(type_):
+                rows[type_] = Row(True)
     return rows
+
+
+def _asks_for_attention(type_: str) -> bool:
+    """Whether this version of the model asks transformers for an attention function."""
+    source = importlib.util.find_spec(f"transformers.models.{type_}.modeling_{type_}").origin
+    return "get_interface" in Path(source).read_text()
 
 
 def row(name: str) -> Row:
@@ -154,6 +168,74 @@ def test_model_is_refused(name, string):
     with pytest.raises(hf_kvplus.UnsupportedModelError, match="for this model"):
         generate(name, attentions(name)[0], string=string, logits_processor=[watch])
     assert watch.steps == 0
+
+
+@pytest.mark.parametrize(
+    "kind", ["VibeVoiceForConditionalGeneration", "ParakeetForRNNT", "NemotronAsrStreamingForRNNT"]
+)
+def test_model_that_builds_its_own_cache_is_refused(kind):
+    model = object.__new__(getattr(transformers, kind))
+    config = transformers.GenerationConfig(cache_implementation="paged_int8")
+    with pytest.raises(hf_kvplus.UnsupportedModelError, match=f"{kind}, which builds a cache of its own"):
+        model._validate_generation_mode(None, config, {})
+
+
+def test_override_that_extends_is_served():
+    class Extended(type(build("llama"))):
+        def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
+            return super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
+
+    model = Extended(build("llama").config).eval()
+    out = model.generate(
+        torch.ones((1, 4), dtype=torch.long),
+        cache_implementation="paged_int8",
+        max_new_tokens=2,
+        return_dict_in_generate=True,
+    )
+    assert isinstance(out.past_key_values, hf_kvplus.PagedCache)
+
+
+def test_string_that_would_become_a_static_cache_is_refused():
+    with pytest.raises(hf_kvplus.UnsupportedModelError, match="insists on a StaticCache"):
+        build("llama")._prepare_static_cache(cache_implementation="paged_int8", batch_size=1, max_cache_len=8)
+
+
+def test_diffusion_config_refuses_our_strings():
+    diffusion = pytest.importorskip("transformers.models.diffusion_gemma.generation_diffusion_gemma")
+    with pytest.raises(ValueError, match="but got paged_int8"):
+        diffusion.DiffusionGemmaGenerationConfig(cache_implementation="paged_int8")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_position_bias_belongs_to_the_tokens_that_stay(attention):
+    """T5's bias is by distance: what evicting leaves must keep the distances of the full sequence."""
+    options = {"window": 10, "sink_tokens": 2}
+    out = generate("t5", attention, string="sliding_paged_native", options=options)
+    model, tokens = build("t5"), out.sequences[:, :-1]
+    query, key = torch.arange(tokens.shape[1])[:, None], torch.arange(tokens.shape[1])
+    seen = (key <= query) & ((key < 2) | (key > query - 10))
+    mask = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)[None, None]
+    inputs = {**tiny.inputs("t5", model), "decoder_input_ids": tokens, "decoder_attention_mask": mask}
+    reference = model(**inputs, use_cache=False).logits[:, -NEW:]
+    assert_close("logits", torch.stack(out.logits, dim=1), reference, ROUNDING)
+    unmasked = model(**{**inputs, "decoder_attention_mask": None}, use_cache=False).logits[:, -NEW:]
+    assert relative_rms(unmasked, reference) > 100 * ROUNDING  # the window matters to this model
+
+
+def test_position_bias_where_each_head_keeps_its_own_tokens():
+    layer = PagedLayer(FORMATS["native"], Resident(), KeyDiff(budget=8), page_size=8)
+    for new in (21, 1):
+        layer.update(torch.randn(1, 2, new, 4), torch.randn(1, 2, new, 4))
+        layer.commit()
+    bias = torch.randn(1, 4, 1, layer.seen)
+    mask = slot_mask(layer, None, 1, None, {"position_bias": bias, "is_causal": True})
+    positions = layer.slot_positions()
+    assert not torch.equal(positions[:, 0], positions[:, 1])
+    for head in range(4):
+        kept = positions[0, head // 2]
+        expected = bias[0, head, 0, kept.clamp(min=0).long()].masked_fill(kept < 0, torch.finfo(bias.dtype).min)
+        assert torch.equal(mask[0, head, 0], expected)
 
 
 class _Forced(LogitsProcessor):

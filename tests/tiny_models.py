@@ -196,6 +196,20 @@ TEXT: dict[str, dict] = {
     "recurrent_gemma": {"attention_window_size": WINDOW, "num_hidden_layers": 3, "lru_width": 32},
     "deepseek_v32": _MLA,
     "glm_moe_dsa": _MLA,
+    "hy_v4": {},
+    "deepseek_v4": {},
+    "inkling_text": {},
+    "minimax": {},
+    "rwkv": {"context_length": 64, "attention_hidden_size": 32},
+    "xlnet": {"d_inner": 48},
+    "reformer": {
+        "is_decoder": True,
+        "attn_layers": ["local", "lsh"],
+        "attention_head_size": 8,
+        "axial_pos_embds": False,
+        "feed_forward_size": 48,
+    },
+    "xlstm": {"num_heads": 2},
 }
 
 #: Encoder-decoders with text in front: name → what differs from `_DIMENSIONS`.
@@ -390,6 +404,7 @@ def inputs(name: str, model: transformers.PreTrainedModel, lengths: tuple[int, .
         if name == "qwen2_vl":
             pixels = torch.randn((rows * 16, 3 * 2 * 4 * 4), generator=generator)
             batch["image_grid_thw"] = torch.tensor([[1, 4, 4]] * rows)
+            ids[:, -7] = _IMAGE_TOKEN - 2  # the vision start token, by which beam search counts images
             batch["mm_token_type_ids"] = (ids == _IMAGE_TOKEN).long()
         if name in ("gemma3", "paligemma"):
             batch["token_type_ids"] = (ids == _IMAGE_TOKEN).long()
