@@ -29,7 +29,10 @@ class Storage(ABC):
 
     @abstractmethod
     def view(self) -> dict[str, torch.Tensor]:
-        """All pages, on the layer's device, to be indexed by page number. Read-only."""
+        """All pages, on the layer's device, to be indexed by page number. Read-only.
+
+        They may be copies: use them on the current stream and let go of them, since their memory serves the next layer.
+        """
 
     @abstractmethod
     def bytes_by_tier(self) -> dict[str, int]:

@@ -17,6 +17,8 @@ from ..errors import CacheConfigError, invalid
 from .base import Layout, Placement, Storage, register_placement
 from .resident import TensorStorage
 
+_ALIGNMENT = 16  # of the parts of a page in a file, in bytes: enough for every dtype
+
 
 class HostStorage(TensorStorage):
     """Pages in CPU memory, pinned when the layer runs on a CUDA device."""
@@ -38,10 +40,14 @@ class HostStorage(TensorStorage):
         super().write(ids, parts)
 
     def prefetch(self):
-        if self.device.type == "cpu" or self._visiting is not None:
+        if self.device.type != "cuda" or self._visiting is not None:
             return
-        stream = _side_stream(self.device)
-        stream.wait_stream(torch.cuda.current_stream(self.device))
+        current = torch.cuda.current_stream(self.device)
+        stream = _side_stream(self.device, current.cuda_stream)
+        # The copies belong to the side stream, so their memory is taken again for later ones as soon as nothing refers
+        # to it. Waiting for all that is queued makes that safe, and keeps the copies of a host that runs ahead to two
+        # layers: `record_stream` would keep those of every layer of the pass.
+        stream.wait_stream(current)
         with torch.cuda.stream(stream):
             copies = {name: part.to(self.device, non_blocking=True) for name, part in self._parts.items()}
             arrived = torch.cuda.Event()
@@ -49,15 +55,12 @@ class HostStorage(TensorStorage):
         self._visiting = (copies, arrived)
 
     def view(self):
-        if self.device.type == "cpu":
-            return self._parts
+        if self.device.type != "cuda":
+            return {name: part.to(self.device) for name, part in self._parts.items()}
         self.prefetch()
         copies, arrived = self._visiting
         self._visiting = None
-        current = torch.cuda.current_stream(self.device)
-        current.wait_event(arrived)
-        for copy in copies.values():
-            copy.record_stream(current)
+        torch.cuda.current_stream(self.device).wait_event(arrived)
         return copies
 
     def bytes_by_tier(self):
@@ -68,24 +71,46 @@ class HostStorage(TensorStorage):
 
 
 class DiskStorage(Storage):
-    """Pages in one unnamed file per part: the operating system removes them with the process, whatever ends it."""
+    """Pages in an unnamed file, the parts of each side by side. It is gone when the process is, however that ends.
+
+    Raises:
+        OSError: the folder has no room for the pages.
+    """
 
     def __init__(self, layout: Layout, device: torch.device, folder: str | None) -> None:
         super().__init__(layout, device)
-        self._files = {name: tempfile.TemporaryFile(dir=folder, prefix="hf_kvplus-") for name in layout}  # noqa: SIM115
-        self._parts = {name: torch.empty((0, *s), dtype=d, device="cpu") for name, (s, d) in layout.items()}
+        self._folder = folder or tempfile.gettempdir()
+        self._file = tempfile.TemporaryFile(dir=folder, prefix="hf_kvplus-")  # noqa: SIM115
         self._visiting: Future | None = None
+        self._map(torch.empty(0, dtype=torch.uint8, device="cpu"))
+
+    def _map(self, memory: torch.Tensor) -> None:
+        """Find the parts of all pages in the bytes of the file."""
+        spans, end = {}, 0
+        for name, (shape, dtype) in self.layout.items():
+            spans[name] = slice(end, end + torch.Size(shape).numel() * dtype.itemsize)
+            end = -(-spans[name].stop // _ALIGNMENT) * _ALIGNMENT
+        self._page_bytes, pages = end, memory.view(-1, end)
+        self._parts = {
+            name: pages[:, spans[name]].view(dtype).view(len(pages), *shape)
+            for name, (shape, dtype) in self.layout.items()
+        }
 
     def resize(self, capacity):
         if capacity <= self.capacity:
             return
         self._visiting = None
-        for name, (shape, dtype) in self.layout.items():
-            file, size = self._files[name], capacity * torch.Size(shape).numel() * dtype.itemsize
-            # `posix_fallocate` reserves the blocks: a full disk is an OSError here, not a crash at a later write.
-            os.posix_fallocate(file.fileno(), 0, size) if hasattr(os, "posix_fallocate") else file.truncate(size)
-            memory = mmap.mmap(file.fileno(), size)
-            self._parts[name] = torch.frombuffer(memory, dtype=dtype).view(capacity, *shape)
+        size = capacity * self._page_bytes
+        try:
+            # This reserves the blocks: a full disk is an error here, not a crash at a later write.
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(self._file.fileno(), 0, size)
+            else:
+                self._file.truncate(size)
+        except OSError as error:
+            message = f"{error.strerror}: `offload_folder` cannot take {size:,} bytes of pages for a layer"
+            raise OSError(error.errno, message, self._folder) from error
+        self._map(torch.frombuffer(mmap.mmap(self._file.fileno(), size), dtype=torch.uint8))
         self.capacity = capacity
 
     def write(self, ids, parts):
@@ -99,7 +124,7 @@ class DiskStorage(Storage):
 
     @staticmethod
     def _load(parts: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return {name: part.clone() for name, part in parts.items()}
+        return {name: part.clone(memory_format=torch.contiguous_format) for name, part in parts.items()}
 
     def view(self):
         self.prefetch()
@@ -110,15 +135,15 @@ class DiskStorage(Storage):
         return {name: part[ids.to("cpu")].to(self.device) for name, part in self._parts.items()}
 
     def bytes_by_tier(self):
-        on_disk = sum(os.fstat(file.fileno()).st_size for file in self._files.values())
-        tiers = {"disk": on_disk}
+        tiers = {"disk": os.fstat(self._file.fileno()).st_size}
         if self._visiting is not None:
-            tiers["cpu"] = on_disk
+            tiers["cpu"] = sum(part.nbytes for part in self._parts.values())
         return tiers
 
 
 @cache
-def _side_stream(device: torch.device) -> "torch.cuda.Stream":
+def _side_stream(device: torch.device, current: int) -> "torch.cuda.Stream":
+    """The stream of the copies for what is computed on the stream `current`."""
     return torch.cuda.Stream(device)
 
 
@@ -150,8 +175,11 @@ class Offloaded(Placement):
                 "but only `offload_to='disk'` writes files. Set that, or leave the folder out."
             )
         self.offload_folder = os.fspath(self.offload_folder)
-        if not os.path.isdir(self.offload_folder) or not os.access(self.offload_folder, os.W_OK):
-            raise invalid("offload_folder", self.offload_folder, "an existing folder that can be written to")
+        try:
+            tempfile.TemporaryFile(dir=self.offload_folder).close()
+        except OSError as error:
+            accepted = f"an existing folder that can be written to ({error.strerror})"
+            raise invalid("offload_folder", self.offload_folder, accepted) from error
 
     def storage(self, layout: Layout, device: torch.device) -> Storage:
         if self.offload_to == "cpu":
