@@ -8,6 +8,7 @@ from collections.abc import Callable
 from weakref import ref
 
 import torch
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from . import _compat
 from .errors import UnsupportedModelError
@@ -22,6 +23,7 @@ _WITHOUT_EFFECT = {"position_ids", "cache_position", "cache", "past_key_values",
 _WITHOUT_EFFECT |= {"output_attentions", "output_hidden_states", "return_dict", "logits_to_keep", "token_type_ids"}
 _WITHOUT_EFFECT |= {"output_router_logits"}
 _WITHOUT_EFFECT |= {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "num_items_in_batch"}
+_KNOWN = _HONOURED | _WITHOUT_EFFECT
 
 
 def attend(inner: Callable, module: torch.nn.Module, query, key, value, attention_mask, **kwargs):
@@ -61,6 +63,8 @@ def attend(inner: Callable, module: torch.nn.Module, query, key, value, attentio
     if evicts and by_position:
         result = inner(module, query, layer.contiguous("keys"), layer.contiguous("values"), mask, **kwargs)
     elif not by_position and new <= MAX_DECODE_TOKENS and _is_known(inner) and not _wants_weights(kwargs):
+        if inner is sdpa_attention_forward:  # it passes these over (transformers 5.17), and so must we
+            kwargs.update(softcap=None, s_aux=None)
         out = decode_attention(
             query,
             layer.sealed.view(),
@@ -87,7 +91,7 @@ def attend(inner: Callable, module: torch.nn.Module, query, key, value, attentio
 
 def _unknown(kwargs: dict) -> set[str]:
     """The arguments of the call that this module does not know."""
-    return {name for name, value in kwargs.items() if value is not None} - _HONOURED - _WITHOUT_EFFECT
+    return {name for name in kwargs.keys() - _KNOWN if kwargs[name] is not None}
 
 
 def _is_known(inner: Callable) -> bool:

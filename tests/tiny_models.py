@@ -27,6 +27,7 @@ _DIMENSIONS = {
     "num_key_value_heads": 2,
     "head_dim": 16,
     "sliding_window": WINDOW,
+    "attn_logit_softcapping": 2.0,
     "hidden_size_per_layer_input": 8,
     "vocab_size_per_layer_input": VOCABULARY,
     # older names
