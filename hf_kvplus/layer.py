@@ -208,10 +208,9 @@ class PagedLayer(CacheLayerMixin):
             blank = torch.zeros((self.rows, 0), dtype=torch.bool, device=self.device)
             parts = [pad(blank, (0, n)) if part is None else part for part, n in zip(parts, lengths)]
             padding = torch.cat(parts, dim=1)
-        copies = 1
         if prompt:
             self.first = torch.zeros(self.rows, dtype=torch.int64, device=self.device)
-            copies, self.expansion = self._same_prompts(keys, values), 1
+        copies = self._same_prompts(keys, values)
         if padding is not None:
             start = self.seen - keys.shape[-2]
             first = start + padding.long().cumprod(dim=1).sum(dim=1)
