@@ -96,7 +96,7 @@ class PackedFormat(PageFormat):
     def decode(self, parts: Parts, dtype: torch.dtype | None = None) -> torch.Tensor:
         data, top = parts["data"], 2**self.bits - 1
         x = torch.cat([(data >> self.bits * place) & top for place in range(self.per_byte)], dim=-1)
-        shape = (len(data), self.rows, -1, 1)
+        shape = (len(data), self.rows, -(-self.axis // self.group), 1)
         x = self._grouped(x) * parts["scale"].float().view(shape) + parts["zero"].float().view(shape)
         x = x.flatten(-2)[..., : self.axis]
         x = rotate_rows(x, self.rotation).transpose(1, 2) if self.channel_major else rotate(x, self.rotation)
