@@ -1,11 +1,12 @@
 """One attention layer's cache: append to the tail, seal full pages, let the policy choose, place the pages.
 
 The life of a token: `update` takes it (a prompt is held as it came until its attention has run; decoded tokens go
-straight to the tail), `_seal_whole_pages` encodes them, `_evict` asks the policy once the layer outgrows its budget by
-a page. Sealing and evicting happen at the start of the next `update`, so that a rejected draft (`crop`) leaves no trace.
+straight to the tail), `_seal_whole_pages` encodes them, the policy is asked once a row exceeds its budget by a page.
+Sealing and evicting happen at the start of the next `update`, so that a rejected draft (`crop`) leaves no trace.
 """
 
 import copy
+import functools
 import math
 from collections import Counter
 
@@ -218,18 +219,20 @@ class PagedLayer(CacheLayerMixin):
         if self.seen < self.opened_at and (padding is None or bool((self.first < self.seen).all())):
             self.opened_at = self.seen
         if prompt and self.retention is not None and not self.record_past and self._outgrown(self.seen):
-            self._seal_survivors(keys, values, padding, copies)
+            self._seal_survivors(keys, values, padding, copies=copies)
         else:
             # Drafts among these tokens may be cropped next: the last ones are kept as they came.
             self._seal_whole_pages(keys, values, padding, self.page_size if self.record_past else 0, copies)
 
     def _settle(self) -> None:
-        """Bring the layer to rest: nothing pending, full pages sealed, the budget kept."""
+        """Bring the layer to rest: nothing pending, the budget kept, full pages sealed."""
         self.commit()
+        if self.retention is not None and not self.retention.whole_pages:
+            self._evict_tokens()
         if self.tail.length - self.format.residual >= self.page_size:
             self._seal_whole_pages(self.tail.keys, self.tail.values, self.tail.padding)
-        if self._grown and self.retention is not None:
-            self._evict()
+        if self._grown and self.retention is not None and self.retention.whole_pages:
+            self._evict_pages()
         self._grown = False
 
     def _seal_whole_pages(self, keys, values, padding, margin: int = 0, copies: int = 1) -> None:
@@ -264,28 +267,59 @@ class PagedLayer(CacheLayerMixin):
         longest = self.seen - int(self.first.min())
         return min(stored, longest) > self.retention.capacity(longest) + slack
 
-    def _seal_survivors(self, keys, values, padding, copies: int) -> None:
-        """Seal what the policy keeps of a prompt; nothing of it goes to the tail."""
-        positions = torch.arange(keys.shape[-2], dtype=torch.int32, device=self.device).expand(*keys.shape[:3])
+    def _seal_survivors(self, keys, values, padding, rows: torch.Tensor | None = None, copies: int = 1) -> None:
+        """Seal what the policy keeps of all tokens but the format's residual: in all rows, or in `rows`.
+
+        Args:
+            keys, values, padding: the unsealed tokens.
+        """
+        old = max(0, keys.shape[-2] - self.format.residual)
+        some = slice(None) if rows is None else rows
+        start = self.seen - keys.shape[-2]
+        positions = torch.arange(start, start + old, dtype=torch.int32, device=self.device)
+        positions = positions.expand(*keys[some].shape[:2], -1)
         if padding is not None:
-            positions = positions.masked_fill(padding[:, None], NO_TOKEN)
-        keep = self.retention.select(LayerState(positions, self.seen, self.first, 0, lambda: keys))
-        self.sealed.repack(keys, values, positions, keep & (positions != NO_TOKEN), copies)
-        self.tail.replace(keys[:, :, :0], values[:, :, :0])
+            positions = positions.masked_fill(padding[some, None, :old], NO_TOKEN)
+        positions = torch.cat([self.sealed.slot_positions(some), positions], dim=-1)
+        tokens = {
+            name: torch.cat([self.sealed.read(name, some), unsealed[some, :, :old]], dim=-2)
+            for name, unsealed in (("keys", keys), ("values", values))
+        }
+        numbers = torch.arange(self.rows, device=self.device)[some]
+        recent = keys.shape[-2] - old
+        state = LayerState(positions, self.seen, self.first[some], recent, lambda: tokens["keys"], numbers)
+        keep = self.retention.select(state) & (positions != NO_TOKEN)
+        self.sealed.repack(tokens["keys"], tokens["values"], positions, keep, rows, copies)
+        if rows is None:
+            self.tail.replace(keys[:, :, old:], values[:, :, old:], None if padding is None else padding[:, old:])
+        else:
+            self.tail.hide(rows, old)
         self.evicted_at = self.seen
 
-    def _evict(self) -> None:
-        """Let the policy choose among the sealed tokens, if they and the tail exceed the budget by a page."""
+    def _evict_tokens(self) -> None:
+        """Let the policy choose in the rows that exceed their budget by a page.
+
+        A row's own tokens decide when, so that it fares as it would without the other rows of its batch.
+        """
+        least, slack = self.format.residual, self.page_size - 1
+        if self.slots <= max(self.retention.capacity(1), least) + slack:
+            return
+        budgets = [max(self.retention.capacity(self.seen - first), least) for first in self.first.tolist()]
+        held = (self.slot_positions() != NO_TOKEN).float().sum(-1).mean(-1)
+        due = (held > torch.tensor(budgets, device=self.device) + slack).nonzero().flatten()
+        if len(due):
+            self._seal_survivors(*self.unsealed(), self.tail.padding, rows=None if len(due) == self.rows else due)
+
+    def _evict_pages(self) -> None:
+        """Drop the pages of which the policy keeps nothing, if the layer exceeds its budget by a page."""
         if not self._outgrown(self.slots, slack=self.page_size - 1):
             return
         positions = self.sealed.slot_positions()
-        state = LayerState(positions, self.seen, self.first, self.tail.length, lambda: self.sealed.read("keys"))
-        keep = self.retention.select(state) & (positions != NO_TOKEN)
-        if not self.retention.whole_pages:
-            self.sealed.repack(self.sealed.read("keys"), self.sealed.read("values"), positions, keep)
-        elif not self.sealed.drop_empty(keep):
-            return
-        self.evicted_at = self.seen
+        rows = torch.arange(self.rows, device=self.device)
+        read = functools.partial(self.sealed.read, "keys")
+        state = LayerState(positions, self.seen, self.first, self.tail.length, read, rows)
+        if self.sealed.drop_empty(self.retention.select(state) & (positions != NO_TOKEN)):
+            self.evicted_at = self.seen
 
     # --- rows and rollback ----------------------------------------------------------------------------------------
 

@@ -78,13 +78,16 @@ class BlockTable:
 
     def __init__(self, rows: int, heads: int, device: torch.device | str = "cpu") -> None:
         self._ids = torch.full((rows, heads, 0), NULL_PAGE, dtype=torch.int32, device=device)
+        self._used: torch.Tensor | None = None  # `ids`, asked for at every step, made anew only when it changes
         self.columns = 0
         self.has_null = False
 
     @property
     def ids(self) -> torch.Tensor:
         """The entries in use, int32 `[rows, heads, columns]`. A view: do not write to it."""
-        return self._ids[:, :, : self.columns]
+        if self._used is None:
+            self._used = self._ids[:, :, : self.columns]
+        return self._used
 
     @property
     def nbytes(self) -> int:
@@ -104,19 +107,29 @@ class BlockTable:
             grown[:, :, : self.columns] = self.ids
             self._ids = grown
         self._ids[:, :, self.columns : self.columns + added] = ids
-        self.columns += added
+        self.columns, self._used = self.columns + added, None
         self.has_null = self.has_null or bool((ids == NULL_PAGE).any())
 
     def truncate(self, columns: int) -> None:
         """Forget all but the first `columns` columns."""
         self._ids[:, :, columns:] = NULL_PAGE
-        self.columns = min(columns, self.columns)
+        self.columns, self._used = min(columns, self.columns), None
         self._look_for_null()
 
     def replace(self, ids: torch.Tensor) -> None:
         """Make `ids [rows, heads, n]` the whole table."""
         self.truncate(0)
         self.append(ids)
+
+    def replace_rows(self, rows: torch.Tensor, ids: torch.Tensor) -> None:
+        """Make `ids [len(rows), heads, n]` all the entries of these rows; no row has gaps then."""
+        columns = max(self.columns, ids.shape[-1])
+        whole = self._ids.new_full((*self._ids.shape[:2], columns), NULL_PAGE)
+        whole[:, :, : self.columns] = self.ids
+        whole[rows] = NULL_PAGE
+        whole[rows, :, : ids.shape[-1]] = ids
+        self.replace(whole)
+        self.drop(whole == NULL_PAGE)
 
     def drop(self, doomed: torch.Tensor) -> None:
         """Remove the entries where `doomed [rows, heads, columns]` (bool), closing the gaps; order is kept."""
@@ -128,7 +141,7 @@ class BlockTable:
 
     def select_rows(self, index: torch.Tensor) -> None:
         """Row `i` becomes a copy of what row `index[i]` was; the number of rows becomes `len(index)`."""
-        self._ids = self._ids.index_select(0, index.to(self._ids.device))
+        self._ids, self._used = self._ids.index_select(0, index.to(self._ids.device)), None
         self._look_for_null()
 
     def copy(self) -> "BlockTable":

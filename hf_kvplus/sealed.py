@@ -51,13 +51,13 @@ class SealedTokens:
         """All pages as the operations read them, a view for each segment that has any."""
         return [segment.view() for segment in self.segments if segment.slots]
 
-    def read(self, kind: str) -> torch.Tensor:
-        """`"keys"` or `"values"` of every slot, decoded; zeros where there is no page."""
-        return self._joined([segment.read(kind) for segment in self.segments], dim=-2)
+    def read(self, kind: str, rows=slice(None)) -> torch.Tensor:
+        """`"keys"` or `"values"` of every slot (of `rows`), decoded; zeros where there is no page."""
+        return self._joined([segment.read(kind, rows) for segment in self.segments], dim=-2)
 
-    def slot_positions(self) -> torch.Tensor:
+    def slot_positions(self, rows=slice(None)) -> torch.Tensor:
         """Int32 `[rows, heads, slots]`, `NO_TOKEN` where a slot is empty. Only with `track_positions`."""
-        return self._joined([segment.slot_positions() for segment in self.segments], dim=-1)
+        return self._joined([segment.slot_positions(rows) for segment in self.segments], dim=-1)
 
     def append(self, keys: torch.Tensor, values: torch.Tensor, positions: torch.Tensor | None, copies: int = 1) -> None:
         """Seal whole pages of tokens behind those there are.
@@ -75,12 +75,13 @@ class SealedTokens:
                 kept = None if positions is None else positions[:, :, run]
                 segment.append(keys[:, :, run], values[:, :, run], kept, copies)
 
-    def repack(self, keys, values, positions, keep: torch.Tensor, copies: int = 1) -> None:
+    def repack(self, keys, values, positions, keep: torch.Tensor, rows: torch.Tensor | None = None, copies: int = 1):
         """Make the kept tokens, in order, the only ones. The last page of a row and head may be part empty.
 
         Args:
             keys, values, positions: `[rows, heads, n, dim]` (twice) and `[rows, heads, n]`.
             keep: bool `[rows, heads, n]`.
+            rows: the numbers of the rows that these are; the others stay as they are. All, if not given.
             copies: as for `append`.
         """
         counts = keep.sum(-1, keepdim=True)
@@ -93,9 +94,16 @@ class SealedTokens:
             tokens.gather(2, order[..., None].expand(-1, -1, -1, tokens.shape[-1])).masked_fill(~filled[..., None], 0)
             for tokens in (keys, values)
         )
-        for segment in self.segments:
-            segment.table.truncate(0)  # what was evicted may be written over
-        self.append(keys, values, positions, copies)
+        if rows is None:
+            for segment in self.segments:
+                segment.table.truncate(0)  # what was evicted may be written over
+            self.append(keys, values, positions, copies)
+            return
+        start = 0
+        for segment, length in zip(self.segments, [self._native_slots, slots][-len(self.segments) :]):
+            run = slice(start, start + length)
+            segment.replace_rows(rows, keys[:, :, run], values[:, :, run], positions[:, :, run])
+            start += length
 
     def drop_empty(self, keep: torch.Tensor) -> bool:
         """Drop the pages of which `keep [rows, heads, slots]` holds no slot; whether there were any."""

@@ -64,24 +64,25 @@ class Segment:
             self.table.has_null,
         )
 
-    def read(self, kind: str) -> torch.Tensor:
-        """`"keys"` or `"values"` of every slot, decoded; zeros where there is no page."""
-        format, ids = self.formats[kind], self.table.ids.flatten().long()
+    def read(self, kind: str, rows=slice(None)) -> torch.Tensor:
+        """`"keys"` or `"values"` of every slot (of `rows`), decoded; zeros where there is no page."""
+        table = self.table.ids[rows]
+        format, ids = self.formats[kind], table.flatten().long()
         if self.storage.capacity:
             tokens = format.decode(self._parts_of(kind, self.storage.read(ids.clamp(min=0))))
         else:
             tokens = torch.zeros((len(ids), self.page_size, format.dim), dtype=self.dtype, device=self.device)
         if self.table.has_null:
             tokens = tokens.masked_fill((ids == NULL_PAGE)[:, None, None], 0)
-        return tokens.reshape(*self.table.ids.shape[:2], self.slots, format.dim)
+        return tokens.reshape(*table.shape[:2], self.slots, format.dim)
 
     def missing(self) -> torch.Tensor:
         """Bool `[rows, heads, slots]`: slots of pages that are not there."""
         return (self.table.ids == NULL_PAGE).repeat_interleave(self.page_size, dim=-1)
 
-    def slot_positions(self) -> torch.Tensor:
+    def slot_positions(self, rows=slice(None)) -> torch.Tensor:
         """Int32 `[rows, heads, slots]`, `NO_TOKEN` where a slot is empty. Only with `track_positions`."""
-        ids = self.table.ids.long()
+        ids = self.table.ids[rows].long()
         if self.positions.shape[0] == 0:
             return self.positions.new_full((*ids.shape[:2], self.slots), NO_TOKEN)
         found = self.positions[ids.clamp(min=0)]
@@ -99,6 +100,11 @@ class Segment:
             copies: rows come in groups of so many that hold the same tokens; a group shares the pages of its first.
         """
         self.table.append(self._write(keys, values, positions, copies))
+
+    def replace_rows(self, rows: torch.Tensor, keys, values, positions: torch.Tensor) -> None:
+        """Make whole pages of tokens, given as to `append`, all that the rows numbered `rows` hold."""
+        self.table.replace_rows(rows, self.table.ids[rows, :, :0])  # what they held may be written over
+        self.table.replace_rows(rows, self._write(keys, values, positions, copies=1))
 
     def drop_empty(self, keep: torch.Tensor) -> bool:
         """Drop the pages of which `keep [rows, heads, slots]` holds no slot; whether there were any."""

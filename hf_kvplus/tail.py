@@ -10,7 +10,7 @@ class Tail:
 
     Attributes:
         length: tokens held.
-        padding: bool `[rows, length]` of tokens that are padding, or `None` if none is.
+        padding: bool `[rows, length]` of slots that hold no token (padding, mostly), or `None` if all do.
     """
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -63,6 +63,12 @@ class Tail:
         self.append(keys, values)
         if padding is not None and bool(padding.any()):
             self.padding = padding.clone()  # not a view that keeps a whole prompt's alive
+
+    def hide(self, rows: torch.Tensor, count: int) -> None:
+        """Make the first `count` slots of `rows` hold no token."""
+        blank = torch.zeros((self.rows, self.length), dtype=torch.bool, device=self._keys.device)
+        self.padding = blank if self.padding is None else self.padding.clone()
+        self.padding[rows, :count] = True
 
     def crop(self, length: int) -> None:
         """Forget all but the first `length` tokens."""

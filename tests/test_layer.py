@@ -162,19 +162,19 @@ class Layer(RuleBasedStateMachine):
         model = self.current
         keys, old = state.read_keys(), model.seen - state.recent
         assert state.seen == model.seen
-        assert state.first.tolist() == model.first.tolist()
+        assert state.first.tolist() == model.first[state.rows].tolist()
         assert model.wanted is None
-        wanted = torch.zeros_like(model.held)
-        wanted[:, :, old:] = model.held[:, :, old:]
-        for row in range(model.rows):
+        wanted = model.held.clone()
+        wanted[state.rows, :, :old] = False
+        for index, row in enumerate(state.rows.tolist()):
             for head in range(self.kv_heads):
-                slots = (state.positions[row, head] >= 0).nonzero().flatten()
-                positions = state.positions[row, head, slots]
+                slots = (state.positions[index, head] >= 0).nonzero().flatten()
+                positions = state.positions[index, head, slots]
                 assert positions.tolist() == model.held[row, head, :old].nonzero().flatten().tolist()
-                self.check_tokens("keys for the policy", keys[row, head, slots], model.keys[row, head, positions])
-                chosen = set(positions[keep[row, head, slots]].tolist())
-                first = int(state.first[row])
-                self.policy.check(chosen, positions.tolist(), keys[row, head, slots], state.seen, first, state.recent)
+                self.check_tokens("keys for the policy", keys[index, head, slots], model.keys[row, head, positions])
+                chosen = set(positions[keep[index, head, slots]].tolist())
+                first = int(state.first[index])
+                self.policy.check(chosen, positions.tolist(), keys[index, head, slots], state.seen, first, state.recent)
                 wanted[row, head, list(chosen)] = True
         model.wanted = wanted
 

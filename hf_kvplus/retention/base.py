@@ -18,6 +18,7 @@ class LayerState:
         first: int `[rows]`, the position of each row's first token that is not padding.
         recent: tokens newer than all slots, which stay in any case.
         read_keys: returns the keys, float `[rows, heads, n, dim]` (decoding them costs time: ask only if needed).
+        rows: int `[rows]`, which sequences of the cache these are: those that exceed their budget.
     """
 
     positions: torch.Tensor
@@ -25,6 +26,7 @@ class LayerState:
     first: torch.Tensor
     recent: int
     read_keys: Callable[[], torch.Tensor]
+    rows: torch.Tensor
 
 
 class Retention:
@@ -37,7 +39,7 @@ class Retention:
     per_head: ClassVar[bool] = True
 
     def capacity(self, seen: int) -> int:
-        """The most tokens that a row should hold once it has seen `seen`."""
+        """The most tokens that a row should hold once it has seen `seen` of its own; never less for more."""
         raise NotImplementedError
 
     def select(self, state: LayerState) -> torch.Tensor:
