@@ -91,16 +91,19 @@ def decode_attention(
 
 def _backend(name: str, query, pages, tail_keys, mask):
     """The module that serves a call."""
+    if name == "auto":
+        device = query.device.type
+        for kernel in KERNELS.values():
+            if kernel.DEVICE != device or (query.requires_grad and torch.is_grad_enabled()):
+                continue  # kernels have no backward
+            reason = kernel.missing()
+            if reason:
+                _warn_once(f"Decoding runs on plain torch, slower than the {device} kernel, because {reason}.")
+            elif not kernel.refuses(query, pages, tail_keys, mask):
+                return kernel
+        return reference
     if name == "torch":
         return reference
-    if name == "auto":
-        kernel = next((kernel for kernel in KERNELS.values() if query.device.type == kernel.DEVICE), None)
-        if kernel is None or (query.requires_grad and torch.is_grad_enabled()):  # kernels have no backward
-            return reference
-        reason = kernel.missing()
-        if reason:
-            _warn_once(f"Decoding runs on plain torch, slower than the {query.device.type} kernel, because {reason}.")
-        return reference if reason or kernel.refuses(query, pages, tail_keys, mask) else kernel
     if name not in KERNELS:
         raise ValueError(f"`backend`: got {name!r}, accepted: 'auto', 'torch', {', '.join(map(repr, KERNELS))}.")
     kernel = KERNELS[name]
