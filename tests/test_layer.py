@@ -162,7 +162,7 @@ class Layer(RuleBasedStateMachine):
         model = self.current
         keys, old = state.read_keys(), model.seen - state.recent
         assert state.seen == model.seen
-        assert state.first.tolist() == model.first[state.rows].tolist()
+        assert state.first.tolist() == model.padding.sum(1)[state.rows].tolist()
         assert model.wanted is None
         wanted = model.held.clone()
         wanted[state.rows, :, :old] = False
@@ -170,12 +170,14 @@ class Layer(RuleBasedStateMachine):
             for head in range(self.kv_heads):
                 slots = (state.positions[index, head] >= 0).nonzero().flatten()
                 positions = state.positions[index, head, slots]
-                assert positions.tolist() == model.held[row, head, :old].nonzero().flatten().tolist()
-                self.check_tokens("keys for the policy", keys[index, head, slots], model.keys[row, head, positions])
+                columns = model.held[row, head, :old].nonzero().flatten()
+                behind = model.padding[row].flip(0).cumsum(0).flip(0)  # padding counts as if it came before all tokens
+                assert positions.tolist() == (columns + behind[columns]).tolist()
+                self.check_tokens("keys for the policy", keys[index, head, slots], model.keys[row, head, columns])
                 chosen = set(positions[keep[index, head, slots]].tolist())
                 first = int(state.first[index])
                 self.policy.check(chosen, positions.tolist(), keys[index, head, slots], state.seen, first, state.recent)
-                wanted[row, head, list(chosen)] = True
+                wanted[row, head, columns[keep[index, head, slots]]] = True
         model.wanted = wanted
 
     # --- what may happen ----------------------------------------------------------------------------------------
