@@ -60,6 +60,7 @@ def attend(inner: Callable, module: torch.nn.Module, query, key, value, attentio
 
     if readable and not evicts and layer.sealed.has_null:
         _refuse_unpadding(mask, layer)
+    layer.learn_padding(padding_of(mask, layer, new))
     if evicts and by_position:
         result = inner(module, query, layer.contiguous("keys"), layer.contiguous("values"), mask, **kwargs)
     elif not by_position and new <= MAX_DECODE_TOKENS and _is_known(inner) and not _wants_weights(kwargs):
@@ -85,7 +86,7 @@ def attend(inner: Callable, module: torch.nn.Module, query, key, value, attentio
                 slots = torch.zeros_like(slots, dtype=query.dtype).masked_fill(~slots, torch.finfo(query.dtype).min)
             kwargs.pop("position_bias", None)  # the mask has it
         result = inner(module, query, layer.dense("keys"), layer.dense("values"), slots, **kwargs)
-    layer.commit(padding_of(mask, layer, new))
+    layer.commit()
     return result
 
 
@@ -148,7 +149,8 @@ def _visible_slots(layer: PagedLayer, mask, new: int, module, kwargs) -> torch.T
         allowed = allowed & (positions[:, :, None] > queries[:, None] - window)
     if evicts:
         # Where the model masks for itself, hide what a layer of transformers would not hold: some models rely on that.
-        hidden = layer.retention.visible(queries[:1] if layer.masked_by_model else queries, positions, layer.first)
+        own = queries[:1] if layer.masked_by_model else layer.own_positions(queries.expand(layer.rows, 1, -1))
+        hidden = layer.retention.visible(own, layer.own_positions(positions), layer.own_first)
         allowed = allowed if hidden is None else allowed & hidden
     if mask is None:
         return allowed
@@ -190,7 +192,9 @@ def padding_of(mask, layer: PagedLayer, new: int) -> torch.Tensor | None:
     Without a policy only the columns before a row's first token count: a mask of the caller's own may show any other
     column again later. A cache that evicts drops every column that no query of its own forward pass sees.
     """
-    if not isinstance(mask, torch.Tensor) or mask.ndim not in (2, 4) or layer._pending is None:
+    if not isinstance(mask, torch.Tensor) or mask.ndim not in (2, 4):
+        return None
+    if layer.retention is None and layer._pending is None:
         return None
     hidden = ~_seen_columns(mask)[:, : layer.seen]
     if layer.retention is None:

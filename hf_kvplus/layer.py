@@ -75,7 +75,10 @@ class PagedLayer(CacheLayerMixin):
         self.opened_at = math.inf  # `seen` when every row had such a token: until then, any update is part of a prompt
         self.sealed: SealedTokens | None = None
         self.tail: Tail | None = None
+        self._gaps: torch.Tensor | None = None  # bool [rows, n]: padding that came after a row's first token
         self._pending: tuple[torch.Tensor, torch.Tensor] | None = None  # given, but attention has not run yet
+        self._padding: torch.Tensor | None = None  # bool [rows, pending]: which of those are padding
+        self._untold = 0  # newest tokens of which is not known yet whether they are padding
         self._grown = False  # pages were sealed since the policy was last asked
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -84,11 +87,12 @@ class PagedLayer(CacheLayerMixin):
             key_states, value_states, self.format, self.placement, self.page_size, self.retention is not None
         )
         self.tail = Tail(key_states, value_states)
+        self.first = torch.zeros(self.rows, dtype=torch.int64, device=self.device)
         self.is_initialized = True
 
     @property
     def rows(self) -> int:
-        return self.tail.rows if self.is_initialized else 0
+        return 0 if self.tail is None else self.tail.rows
 
     @property
     def batch_size(self) -> int:
@@ -127,6 +131,7 @@ class PagedLayer(CacheLayerMixin):
         else:
             self.tail.append(key_states, value_states)
         self.seen += new
+        self._untold = new
         shape = (*key_states.shape[:2], self.seen)
         return (
             StandIn(self, "keys", torch.Size((*shape, key_states.shape[-1])), key_states if empty else None),
@@ -154,9 +159,37 @@ class PagedLayer(CacheLayerMixin):
         unsealed = self.slots - sealed.shape[-1]
         recent = torch.arange(self.seen - unsealed, self.seen, dtype=sealed.dtype, device=sealed.device)
         recent = recent.expand(self.rows, -1)
-        if self.tail.padding is not None:
-            recent = recent.masked_fill(pad(self.tail.padding, (0, unsealed - self.tail.length)), NO_TOKEN)
+        padding = self._unsealed_padding()
+        if padding is not None:
+            recent = recent.masked_fill(padding, NO_TOKEN)
         return torch.cat([sealed, recent[:, None].expand(-1, sealed.shape[1], -1)], dim=-1)
+
+    def _unsealed_padding(self) -> torch.Tensor | None:
+        """Bool `[rows, unsealed]`: which of the unsealed slots hold no token; `None` if all do."""
+        if self.tail.padding is None and self._padding is None:
+            return None
+        pending = self._pending[0].shape[-2] if self._pending else 0
+        blank = torch.zeros((self.rows, self.tail.length + pending), dtype=torch.bool, device=self.device)
+        tail = blank[:, : self.tail.length] if self.tail.padding is None else self.tail.padding
+        return torch.cat([tail, blank[:, self.tail.length :] if self._padding is None else self._padding], dim=1)
+
+    def own_positions(self, positions: torch.Tensor, rows=slice(None)) -> torch.Tensor:
+        """`positions [rows, heads, n]` (of `rows`) as if all padding of a row stood before its first token.
+
+        Distances between them count the row's own tokens only. The newest token stays where it is.
+        """
+        if self._gaps is None:
+            return positions
+        gaps = self._gaps[rows]
+        behind = gaps.sum(1, keepdim=True) - gaps.cumsum(1)
+        behind = pad(behind, (0, self.seen - behind.shape[1])).to(positions.dtype)
+        behind = behind[:, None].expand(-1, positions.shape[1], -1).gather(-1, positions.clamp(min=0).long())
+        return torch.where(positions == NO_TOKEN, positions, positions + behind)
+
+    @property
+    def own_first(self) -> torch.Tensor:
+        """`first` among the `own_positions`: the padding of every row."""
+        return self.first if self._gaps is None else self.first + self._gaps.sum(1)
 
     def dense(self, name: str) -> torch.Tensor:
         """`"keys"` or `"values"` of all slots, decoded, `[rows, heads, slots, dim]`; zeros where a page is missing."""
@@ -192,30 +225,40 @@ class PagedLayer(CacheLayerMixin):
 
     # --- sealing --------------------------------------------------------------------------------------------------
 
-    def commit(self, padding: torch.Tensor | None = None) -> None:
-        """Store the tokens that `update` left pending, now that attention has used them as they came.
+    def learn_padding(self, padding: torch.Tensor | None) -> None:
+        """Take in which of the tokens of the last `update` are padding, before the policy decides what they see.
 
         Args:
             padding: bool `[rows, new]`, tokens that no query may ever see; `None` if there are none.
         """
+        if padding is None or not self._untold:
+            return
+        self._untold, start = 0, self.seen - padding.shape[1]
+        leading = padding.long().cumprod(dim=1).sum(dim=1)
+        self.first = torch.where(self.first < start, self.first, start + leading)
+        if self._pending is None:
+            self.tail.hide(pad(padding, (self.tail.length - padding.shape[1], 0)))
+        else:
+            self._padding = padding
+        gaps = padding & (torch.arange(start, self.seen, device=self.device) >= self.first[:, None])
+        if self.retention is not None and not self.masked_by_model and bool(gaps.any()):
+            known = gaps[:, :0] if self._gaps is None else self._gaps
+            self._gaps = torch.cat([pad(known, (0, start - known.shape[1])), gaps], dim=1)
+
+    def commit(self, padding: torch.Tensor | None = None) -> None:
+        """Store the tokens that `update` left pending, now that attention has used them as they came.
+
+        Args:
+            padding: as for `learn_padding`, if that was not called before.
+        """
+        self.learn_padding(padding)
+        self._untold = 0
         if self._pending is None:
             return
-        keys, values = self.unsealed()
+        (keys, values), padding = self.unsealed(), self._unsealed_padding()
         prompt = self.seen == self._pending[0].shape[-2]
-        self._pending = None
-        if padding is not None or self.tail.padding is not None:
-            parts = [self.tail.padding, padding]
-            lengths = [self.tail.length, keys.shape[-2] - self.tail.length]
-            blank = torch.zeros((self.rows, 0), dtype=torch.bool, device=self.device)
-            parts = [pad(blank, (0, n)) if part is None else part for part, n in zip(parts, lengths)]
-            padding = torch.cat(parts, dim=1)
-        if prompt:
-            self.first = torch.zeros(self.rows, dtype=torch.int64, device=self.device)
+        self._pending = self._padding = None
         copies = self._same_prompts(keys, values)
-        if padding is not None:
-            start = self.seen - keys.shape[-2]
-            first = start + padding.long().cumprod(dim=1).sum(dim=1)
-            self.first = torch.where(self.first < start, self.first, first)
         if self.seen < self.opened_at and (padding is None or bool((self.first < self.seen).all())):
             self.opened_at = self.seen
         if prompt and self.retention is not None and not self.record_past and self._outgrown(self.seen):
@@ -264,7 +307,7 @@ class PagedLayer(CacheLayerMixin):
     # --- evicting -------------------------------------------------------------------------------------------------
 
     def _outgrown(self, stored: int, slack: int = 0) -> bool:
-        longest = self.seen - int(self.first.min())
+        longest = self.seen - int(self.own_first.min())
         return min(stored, longest) > self.retention.capacity(longest) + slack
 
     def _seal_survivors(self, keys, values, padding, rows: torch.Tensor | None = None, copies: int = 1) -> None:
@@ -287,13 +330,16 @@ class PagedLayer(CacheLayerMixin):
         }
         numbers = torch.arange(self.rows, device=self.device)[some]
         recent = keys.shape[-2] - old
-        state = LayerState(positions, self.seen, self.first[some], recent, lambda: tokens["keys"], numbers)
+        own, first = self.own_positions(positions, some), self.own_first[some]
+        state = LayerState(own, self.seen, first, recent, lambda: tokens["keys"], numbers)
         keep = self.retention.select(state) & (positions != NO_TOKEN)
         self.sealed.repack(tokens["keys"], tokens["values"], positions, keep, rows, copies)
         if rows is None:
             self.tail.replace(keys[:, :, old:], values[:, :, old:], None if padding is None else padding[:, old:])
         else:
-            self.tail.hide(rows, old)
+            slots = torch.zeros((self.rows, self.tail.length), dtype=torch.bool, device=self.device)
+            slots[rows, :old] = True
+            self.tail.hide(slots)
         self.evicted_at = self.seen
 
     def _evict_tokens(self) -> None:
@@ -304,7 +350,7 @@ class PagedLayer(CacheLayerMixin):
         least, slack = self.format.residual, self.page_size - 1
         if self.slots <= max(self.retention.capacity(1), least) + slack:
             return
-        budgets = [max(self.retention.capacity(self.seen - first), least) for first in self.first.tolist()]
+        budgets = [max(self.retention.capacity(self.seen - first), least) for first in self.own_first.tolist()]
         held = (self.slot_positions() != NO_TOKEN).float().sum(-1).mean(-1)
         due = (held > torch.tensor(budgets, device=self.device) + slack).nonzero().flatten()
         if len(due):
@@ -317,7 +363,8 @@ class PagedLayer(CacheLayerMixin):
         positions = self.sealed.slot_positions()
         rows = torch.arange(self.rows, device=self.device)
         read = functools.partial(self.sealed.read, "keys")
-        state = LayerState(positions, self.seen, self.first, self.tail.length, read, rows)
+        own = self.own_positions(positions)
+        state = LayerState(own, self.seen, self.own_first, self.tail.length, read, rows)
         if self.sealed.drop_empty(self.retention.select(state) & (positions != NO_TOKEN)):
             self.evicted_at = self.seen
 
@@ -347,6 +394,7 @@ class PagedLayer(CacheLayerMixin):
             self.tail.replace(*self.sealed.truncate(self.sealed.slots - missing))
         self.seen = target
         self.first = self.first.clamp(max=target)
+        self._gaps = None if self._gaps is None else self._gaps[:, :target].clone()
         if target < self.opened_at:
             self.opened_at = math.inf
 
@@ -357,8 +405,9 @@ class PagedLayer(CacheLayerMixin):
         self.commit()
         self.sealed.select_rows(beam_idx)
         self.tail.select_rows(beam_idx)
-        if self.first is not None:
-            self.first = self.first.index_select(0, beam_idx.to(self.first.device))
+        self.first = self.first.index_select(0, beam_idx.to(self.device))
+        if self._gaps is not None:
+            self._gaps = self._gaps.index_select(0, beam_idx.to(self.device))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Every row `repeats` times, side by side."""
@@ -394,8 +443,9 @@ class PagedLayer(CacheLayerMixin):
         """Bytes of every tensor and file that this layer holds, by tier."""
         if not self.is_initialized:
             return {}
-        loose = [*(self._pending or ()), *([] if self.first is None else [self.first])]
-        tiers = Counter({str(self.device): self.tail.nbytes + sum(tensor.nbytes for tensor in loose)})
+        loose = [*(self._pending or ()), self.first, self._gaps, self._padding]
+        loose = sum(tensor.nbytes for tensor in loose if tensor is not None)
+        tiers = Counter({str(self.device): self.tail.nbytes + loose})
         for segment in self.sealed.segments:
             tiers.update(segment.bytes_by_tier())
         return dict(tiers)

@@ -64,11 +64,9 @@ class Tail:
         if padding is not None and bool(padding.any()):
             self.padding = padding.clone()  # not a view that keeps a whole prompt's alive
 
-    def hide(self, rows: torch.Tensor, count: int) -> None:
-        """Make the first `count` slots of `rows` hold no token."""
-        blank = torch.zeros((self.rows, self.length), dtype=torch.bool, device=self._keys.device)
-        self.padding = blank if self.padding is None else self.padding.clone()
-        self.padding[rows, :count] = True
+    def hide(self, slots: torch.Tensor) -> None:
+        """Make `slots`, bool `[rows, length]`, hold no token."""
+        self.padding = slots if self.padding is None else self.padding | slots
 
     def crop(self, length: int) -> None:
         """Forget all but the first `length` tokens."""

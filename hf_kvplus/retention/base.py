@@ -12,8 +12,8 @@ class LayerState:
     """What a policy may look at when it chooses. `n` counts stored slots; slots hold tokens in order.
 
     Attributes:
-        positions: int `[rows, heads, n]`, each slot's position in its sequence (0 = first column of the batch,
-            padding included); -1 marks a slot that holds no token.
+        positions: int `[rows, heads, n]`, each slot's position in its sequence (0 = first column of the batch, all
+            padding of the row counted as if it stood before the first token); -1 marks a slot that holds no token.
         seen: tokens that the layer has been given, per row.
         first: int `[rows]`, the position of each row's first token that is not padding.
         recent: tokens newer than all slots, which stay in any case.
@@ -50,7 +50,7 @@ class Retention:
         """Which stored tokens a query may see, beyond causality.
 
         Args:
-            queries: int `[q]`, positions of the query tokens.
+            queries: int `[q]` or `[rows, 1, q]`, positions of the query tokens.
             positions: int `[rows, heads, n]` of the stored tokens.
             first: int `[rows]`, as in `LayerState`.
 

@@ -40,7 +40,7 @@ class Sliding(Retention):
         return self._inside(state.positions, state.first, state.seen - self.window)
 
     def visible(self, queries, positions, first):
-        return self._inside(positions[:, :, None], first[:, None], (queries - self.window)[:, None])
+        return self._inside(positions[:, :, None], first[:, None], (queries - self.window)[..., None])
 
     def _inside(self, positions, first, window_start) -> torch.Tensor:
         sinks = positions < (first + self.sink_tokens)[:, None, None]
