@@ -9,6 +9,7 @@
 
 import copy
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -87,9 +88,10 @@ def _validate(self, *args, **kwargs):
 @functools.wraps(GenerationMixin._validate_generation_mode)
 def _validate_mode(self, generation_mode, generation_config, *args, **kwargs):
     name, method = generation_config.cache_implementation, "_prepare_cache_for_generation"
-    owners = [kind for kind in type(self).__mro__ if method in vars(kind) and kind is not GenerationMixin]
+    overriding = type(self).__mro__[: type(self).__mro__.index(GenerationMixin)]
+    overrides = [vars(kind)[method] for kind in overriding if method in vars(kind)]
     # An override that does not call the one it overrides never comes to ours.
-    if name in registry.names() and any(method not in vars(kind)[method].__code__.co_names for kind in owners):
+    if name in registry.names() and any(method not in inspect.unwrap(each).__code__.co_names for each in overrides):
         raise _refused(name, self, "builds a cache of its own")
     return _originals["validate_mode"](self, generation_mode, generation_config, *args, **kwargs)
 

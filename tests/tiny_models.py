@@ -170,6 +170,14 @@ TEXT: dict[str, dict] = {
     },
     "bert": {"is_decoder": True},
     "minimax_m2": {},
+    "minimax_m3_vl_text": {
+        "layer_types": ["full_attention", "minimax_m3_sparse"],
+        "dense_intermediate_size": 48,
+        "shared_intermediate_size": 24,
+        "rotary_dim": 8,
+        "index_block_size": 8,
+        "index_topk_blocks": 2,
+    },
     "deepseek_v2": _MLA,
     "deepseek_v3": _MLA,
     "glm4_moe_lite": _MLA,
@@ -233,7 +241,9 @@ SEQ2SEQ: dict[str, dict] = {
         "num_encoder_attention_heads": 4,
         "num_decoder_attention_heads": 4,
     },
+    "led": {"attention_window": 8, "max_encoder_position_embeddings": 64, "max_decoder_position_embeddings": 64},
     "t5gemma": {},
+    "t5gemma2": {},
 }
 
 _IMAGE_TOKEN = VOCABULARY - 1
@@ -372,9 +382,13 @@ def _config(name: str) -> transformers.PreTrainedConfig:
     kind = CONFIG_MAPPING[model_type(name)]
     fields = {field.name for field in dataclasses.fields(kind)}
     own = {**TEXT, **SEQ2SEQ, **MULTIMODAL}[name]
-    if name == "t5gemma":
-        part = {"model_type": "t5_gemma_module", **_TEXT_PART, **_MIXED, "head_dim": 16, "sliding_window": WINDOW}
+    if name in ("t5gemma", "t5gemma2"):
+        part = {**_TEXT_PART, **_MIXED, "head_dim": 16, "sliding_window": WINDOW, "attn_logit_softcapping": 2.0}
         own = {"encoder": part, "decoder": part}
+    if name == "t5gemma2":
+        vision = {"model_type": "siglip_vision_model", **_VISION_PART, "vision_use_head": False}
+        image = {"image_token_index": _IMAGE_TOKEN, "mm_tokens_per_image": 4}
+        own = {"encoder": {"text_config": part, "vision_config": vision, **image}, "decoder": part, **image}
     given = {key: value for key, value in _DIMENSIONS.items() if key in fields}
     return kind(**{**given, **({"decoder_start_token_id": 1} if "decoder_start_token_id" in fields else {}), **own})
 
