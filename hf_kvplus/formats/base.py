@@ -67,9 +67,10 @@ class PageFormat(ABC):
         if all(bool(torch.isfinite(r).all()) for r in ranges):
             return
         which = "keys" if self.channel_major else "values"
+        name = f"the format {self.layout!r}" if self.layout else "this format"
         raise ValueError(
-            f"The {which} to be cached hold infinities or NaN, which the format {self.layout or type(self).__name__!r} "
-            "would spread over a whole page. Find where the model overflows (float16 is the usual cause: load it with "
+            f"The {which} to be cached hold infinities or NaN, which {name} would spread over a "
+            "whole page. Find where the model overflows (float16 is the usual cause: load it with "
             "dtype=torch.bfloat16), or use a 'native' format, which stores them as they are."
         )
 
