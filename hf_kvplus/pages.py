@@ -49,7 +49,8 @@ class PagePool:
     def sweep(self) -> None:
         """Mark what the tables name; everything else is free, lowest numbers first."""
         free = torch.ones(self.capacity, dtype=torch.bool)
-        free[self.live()] = False
+        for table in self._tables:
+            free[table.named()] = False
         self._free = free.nonzero().flatten()
 
     def live(self) -> torch.Tensor:
