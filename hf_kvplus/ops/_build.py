@@ -40,9 +40,13 @@ def load(source: Path) -> str | None:
             reason = _compile(source, library)
             if reason:
                 return reason
-        torch.ops.load_library(library)
+        try:
+            torch.ops.load_library(library)
+        except OSError:
+            library.unlink(missing_ok=True)  # the next process builds it anew
+            raise
     except (OSError, ImportError) as error:
-        return f"{type(error).__name__}: {error}"
+        return f"{type(error).__name__}: {error} (TORCH_EXTENSIONS_DIR names the folder where it is built)"
     return None
 
 

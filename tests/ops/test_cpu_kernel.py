@@ -313,7 +313,15 @@ def test_without_the_kernel_the_reference_serves_with_one_warning(fresh_build, m
     assert all(torch.equal(out, expected) for out in outputs)
     with pytest.raises(ValueError, match=f"`backend`.*'cpu'.*{message}"):
         decode_attention(*given, scale=0.1, backend="cpu")
-    assert not [file for file in (fresh_build / "extensions").rglob("*.part")]
+    assert not [file for file in (fresh_build / "extensions").rglob("*") if file.is_file()]
+
+
+def test_a_folder_that_cannot_be_written_to(fresh_build, monkeypatch):
+    (fresh_build / "file").touch()
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(fresh_build / "file"))
+    tail = make_tail(1, 1, 5, 64)
+    with pytest.warns(UserWarning, match="NotADirectoryError.*TORCH_EXTENSIONS_DIR"):
+        decode_attention(torch.randn(1, 2, 1, 64), [], tail, tail, scale=0.1)
 
 
 def test_another_platform_is_served_by_the_reference(fresh_build, monkeypatch):

@@ -5,6 +5,8 @@
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
+#include <atomic>
+
 #include "pages.h"
 
 namespace kvplus {
@@ -273,20 +275,20 @@ at::Tensor decode_attention(
     });
   }
 
-  // As many splits as make the pieces of work a multiple of the threads, or small beside a thread's share.
+  // A few pieces of work for each thread, which takes the next one when it is done: rows differ in length.
   const int64_t pairs = call.rows * kv_heads, threads = at::get_num_threads();
   const int64_t work = pairs * call.queries() * slots * (call.dim + call.value_dim);
   const bool parallel = work >= 1 << 20 && threads > 1;
-  const int64_t most = parallel ? std::clamp<int64_t>(slots / 256, 1, 4 * threads) : 1;
-  while (call.splits < most && pairs * call.splits % threads && pairs * call.splits < 8 * threads) call.splits++;
+  if (parallel && pairs) call.splits = std::clamp<int64_t>((4 * threads + pairs - 1) / pairs, 1, slots / 256 + 1);
 
   const int64_t pieces = pairs * call.splits, size = call.state_size();
   const at::Tensor states = at::empty({pieces * size}, at::kFloat);
   const at::Tensor out = at::empty({call.rows, q_len, heads, call.value_dim}, query.options());
   float* memory = states.data_ptr<float>();
-  at::parallel_for(0, pieces, parallel ? 1 : pieces, [&](int64_t begin, int64_t end) {
+  std::atomic<int64_t> next{0};
+  at::parallel_for(0, parallel ? threads : 1, 1, [&](int64_t, int64_t) {
     std::vector<float> scratch;
-    for (int64_t i = begin; i < end; i++) {
+    for (int64_t i; (i = next++) < pieces;) {
       const int64_t pair = i / call.splits;
       call.run_split(pair / kv_heads, pair % kv_heads, i % call.splits, call.state(memory + i * size), scratch);
     }
