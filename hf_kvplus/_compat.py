@@ -4,6 +4,7 @@ import inspect
 
 from transformers.cache_utils import DynamicCache
 from transformers.generation import configuration_utils
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.utils.output_capturing import _active_collector
 
 #: Under which names a cache travels in model kwargs: `cache` since 5.24, before `past_key_values`, `cache_params`.
@@ -27,6 +28,12 @@ def wants_attentions(kwargs: dict) -> bool:
         return True
     collected = _active_collector.get()
     return collected is not None and any("attentions" in key for key in collected)
+
+
+def takes_masks(module) -> bool:
+    """Whether masks are made for the attention function that `module` asks for (for one of a user's own, or not)."""
+    implementation = getattr(getattr(module, "config", None), "_attn_implementation", None)
+    return implementation in ALL_MASK_ATTENTION_FUNCTIONS
 
 
 def valid_strings() -> tuple[str, ...]:

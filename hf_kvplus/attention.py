@@ -46,7 +46,8 @@ def attend(inner: Callable, module: torch.nn.Module, query, key, value, attentio
     mask, new, evicts = attention_mask, query.shape[2], layer.retention is not None
     readable = mask is None or (isinstance(mask, torch.Tensor) and mask.ndim in (2, 4))
     by_position = not readable or bool(_unknown(kwargs))  # what is given cannot be rearranged as the slots are
-    if evicts and by_position and not layer.masked_by_model:
+    unmasked = mask is None and not _is_known(inner) and not _compat.takes_masks(module)
+    if evicts and (by_position or unmasked) and not layer.masked_by_model:
         _refuse_eviction(None if readable else mask, _unknown(kwargs))
     if key.fresh is not None:
         if evicts and layer._pending is not None and key.shape[2] != new:
@@ -61,8 +62,11 @@ def attend(inner: Callable, module: torch.nn.Module, query, key, value, attentio
     if readable and not evicts and layer.sealed.has_null:
         _refuse_unpadding(mask, layer)
     layer.learn_padding(padding_of(mask, layer, new))
-    if evicts and by_position:
-        result = inner(module, query, layer.contiguous("keys"), layer.contiguous("values"), mask, **kwargs)
+    if evicts and (by_position or unmasked):
+        # Without a mask, exactly the tokens that a layer of transformers would hold.
+        span = slice(1 - layer.retention.window - new, None) if unmasked else slice(None)
+        keys, values = (layer.contiguous(name)[:, :, span] for name in ("keys", "values"))
+        result = inner(module, query, keys, values, mask, **kwargs)
     elif not by_position and new <= MAX_DECODE_TOKENS and _is_known(inner) and not _wants_weights(kwargs):
         if inner is sdpa_attention_forward:  # it passes these over (transformers 5.17), and so must we
             kwargs.update(softcap=None, s_aux=None)
@@ -178,11 +182,11 @@ def _of_slots(table: torch.Tensor, positions: torch.Tensor, shown: torch.Tensor)
 
 
 def _refuse_eviction(mask, unknown: set[str]) -> None:
-    given = f"a {type(mask).__name__} as its mask" if mask is not None else ", ".join(sorted(unknown))
+    given = ", ".join(sorted(unknown)) or f"{'no mask' if mask is None else f'a {type(mask).__name__} as its mask'}"
     raise UnsupportedModelError(
         f"The attention of this model takes {given}, which a cache that evicts tokens cannot apply. Use a string "
         "without a retention policy, such as 'paged_int8'"
-        + ("." if mask is None else ", or load the model with attn_implementation='sdpa' or 'eager'.")
+        + ("." if unknown else ", or load the model with attn_implementation='sdpa' or 'eager'.")
     )
 
 

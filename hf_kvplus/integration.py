@@ -121,7 +121,8 @@ def _prepare_cache(self, generation_config, model_kwargs, generation_mode, batch
     finally:
         generation_config.cache_implementation = _Name(name)
     key = _compat.cache_key(model_kwargs)
-    if given or (key is None and generation_config.use_cache is False):
+    # An assistant keeps transformers' own cache, as it does in the versions that give it no string of its model's.
+    if generation_config.is_assistant or (key is None and generation_config.use_cache is False):
         return result
     built = model_kwargs.get(key)
     nested = isinstance(built, EncoderDecoderCache)
@@ -135,8 +136,6 @@ def _prepare_cache(self, generation_config, model_kwargs, generation_mode, batch
     else:
         cache = PagedCache.from_cache(decoder_cache, spec)
         cache.expand_prompt(copies)
-    if generation_config.is_assistant:
-        cache.activate_past_recording()
     if nested:
         built.self_attention_cache = cache
     else:

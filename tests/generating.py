@@ -2,6 +2,7 @@
 
 import torch
 from numerics import assert_close
+from transformers import LogitsProcessor
 from transformers.generation.streamers import BaseStreamer
 
 ROUNDING = 2e-5  # relative RMS: two float32 forward passes that sum in different orders
@@ -82,3 +83,13 @@ class Recorder(BaseStreamer):
 
     def end(self):
         self.ended = True
+
+
+class Forced(LogitsProcessor):
+    """Makes `generate` choose the given tokens, `[rows, steps]`, one column a step."""
+
+    def __init__(self, chosen: torch.Tensor) -> None:
+        self.steps = iter(chosen.T)
+
+    def __call__(self, input_ids, scores):
+        return torch.full_like(scores, -1e9).scatter(1, next(self.steps)[:, None], 0.0)

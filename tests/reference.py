@@ -62,7 +62,7 @@ class Distinct:
 
 
 class ReferenceLayer(DynamicLayer):
-    """Keeps every key and value, and beside them `kept [rows, heads, tokens]` and `real [rows, tokens]` (no padding)."""
+    """Keeps every key and value, and with them `kept [rows, heads, tokens]` and `real [rows, tokens]` (no padding)."""
 
     def __init__(self, policy, page_size: int) -> None:
         super().__init__()
@@ -126,8 +126,8 @@ class ReferenceCache(DynamicCache):
 
 
 @contextmanager
-def reference_attention(model, cache: ReferenceCache):
-    """Within it, `model` attends to what `cache` says is still there."""
+def reference_attention(model, cache: ReferenceCache, sharpness: float = 1.0):
+    """Within it, `model` attends to what `cache` says is still there; scores are multiplied by `sharpness`."""
 
     def attention(module, query, key, value, mask, scaling, **kwargs):
         layer = cache.layers[module.layer_idx]
@@ -136,7 +136,7 @@ def reference_attention(model, cache: ReferenceCache):
             mask = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(query.dtype).min)
         layer.learn_padding((mask > torch.finfo(mask.dtype).min / 2).expand(key.shape[0], 1, -1, -1))
         visible = layer.visible(query.shape[2]).repeat_interleave(groups, dim=1)
-        scores = query @ key.repeat_interleave(groups, dim=1).transpose(-1, -2) * scaling
+        scores = query @ key.repeat_interleave(groups, dim=1).transpose(-1, -2) * scaling * sharpness
         weights = (scores + mask).masked_fill(~visible, torch.finfo(query.dtype).min).softmax(-1)
         return (weights @ value.repeat_interleave(groups, dim=1)).transpose(1, 2), None
 

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from conftest import tiny_llama
-from generating import MODES, NEW, ROUNDING, Recorder, assert_same_run, generate, own_prompt, prompts, tokens
+from generating import MODES, NEW, ROUNDING, Forced, Recorder, assert_same_run, generate, own_prompt, prompts, tokens
 from numerics import assert_close
 from torch.nn.functional import log_softmax, pad
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
@@ -180,7 +180,7 @@ def test_int8_is_close(model, mode, lengths):
     mask = pad(mask, (0, out.sequences.shape[1] - mask.shape[1]), value=1)
     expected = model(out.sequences, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0)).logits
     for step, logits in enumerate(out.logits):
-        assert divergence(logits, expected[:, max(lengths) - 1 + step]) < 2e-3, f"step {step}"
+        assert divergence(logits, expected[:, max(lengths) - 1 + step]) < 5e-3, f"step {step}"
 
 
 @pytest.mark.parametrize("mode", [mode for mode in MODES if "beam" in mode])
@@ -209,7 +209,7 @@ def test_int8_with_an_assistant(model, assistant, sampled):
     out = generate(model, prompts(41), assistant_model=assistant, do_sample=sampled, **INT8)
     expected = model(out.sequences).logits
     for step, logits in enumerate(out.logits[:NEW]):
-        assert divergence(logits, expected[:, 40 + step]) < 2e-3, f"step {step}"
+        assert divergence(logits, expected[:, 40 + step]) < 5e-3, f"step {step}"
 
 
 # --- attention implementations and dtypes ----------------------------------------------------------------------------
@@ -262,8 +262,7 @@ def test_half_precision(exact, dtype, implementation, lengths):
     model.to(dtype)
     errors = []
     for kwargs in (exact, {}):
-        steps = iter(whole.sequences[:, max(lengths) :].T)
-        forced = lambda ids, scores: torch.full_like(scores, -1e9).scatter(1, next(steps)[:, None], 0.0)  # noqa: E731, B023
+        forced = Forced(whole.sequences[:, max(lengths) :])
         out = generate(model, prompts(*lengths), logits_processor=[forced], **kwargs)
         assert out.sequences.tolist() == whole.sequences.tolist()
         got, want = torch.stack(out.logits).double(), torch.stack(whole.logits).double()
