@@ -324,8 +324,9 @@ class PagedLayer(CacheLayerMixin):
         if padding is not None:
             positions = positions.masked_fill(padding[some, None, :old], NO_TOKEN)
         positions = torch.cat([self.sealed.slot_positions(some), positions], dim=-1)
+        exact = torch.float32 if self.sealed.slots else None  # what is sealed again is not rounded in between
         tokens = {
-            name: torch.cat([self.sealed.read(name, some), unsealed[some, :, :old]], dim=-2)
+            name: torch.cat([self.sealed.read(name, some, exact), unsealed[some, :, :old]], dim=-2)
             for name, unsealed in (("keys", keys), ("values", values))
         }
         numbers = torch.arange(self.rows, device=self.device)[some]
@@ -372,6 +373,7 @@ class PagedLayer(CacheLayerMixin):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the newest `-tokens_to_remove` tokens (0 or less, as transformers 5.19 and later have it)."""
+        tokens_to_remove = int(tokens_to_remove)  # transformers 5.17 hands over a tensor
         if tokens_to_remove > 0:
             raise ValueError(
                 f"`tokens_to_remove`: got {tokens_to_remove}, accepted: 0 or a negative number, how many of the newest "

@@ -51,9 +51,9 @@ class SealedTokens:
         """All pages as the operations read them, a view for each segment that has any."""
         return [segment.view() for segment in self.segments if segment.slots]
 
-    def read(self, kind: str, rows=slice(None)) -> torch.Tensor:
+    def read(self, kind: str, rows=slice(None), dtype: torch.dtype | None = None) -> torch.Tensor:
         """`"keys"` or `"values"` of every slot (of `rows`), decoded; zeros where there is no page."""
-        return self._joined([segment.read(kind, rows) for segment in self.segments], dim=-2)
+        return self._joined([segment.read(kind, rows, dtype) for segment in self.segments], dim=-2)
 
     def slot_positions(self, rows=slice(None)) -> torch.Tensor:
         """Int32 `[rows, heads, slots]`, `NO_TOKEN` where a slot is empty. Only with `track_positions`."""

@@ -64,14 +64,17 @@ class Segment:
             self.table.has_null,
         )
 
-    def read(self, kind: str, rows=slice(None)) -> torch.Tensor:
-        """`"keys"` or `"values"` of every slot (of `rows`), decoded; zeros where there is no page."""
+    def read(self, kind: str, rows=slice(None), dtype: torch.dtype | None = None) -> torch.Tensor:
+        """`"keys"` or `"values"` of every slot (of `rows`), decoded; zeros where there is no page.
+
+        In the model's dtype, unless another is given.
+        """
         table = self.table.ids[rows]
         format, ids = self.formats[kind], table.flatten().long()
         if self.storage.capacity:
-            tokens = format.decode(self._parts_of(kind, self.storage.read(ids.clamp(min=0))))
+            tokens = format.decode(self._parts_of(kind, self.storage.read(ids.clamp(min=0))), dtype)
         else:
-            tokens = torch.zeros((len(ids), self.page_size, format.dim), dtype=self.dtype, device=self.device)
+            tokens = torch.zeros((len(ids), self.page_size, format.dim), dtype=dtype or self.dtype, device=self.device)
         if self.table.has_null:
             tokens = tokens.masked_fill((ids == NULL_PAGE)[:, None, None], 0)
         return tokens.reshape(*table.shape[:2], self.slots, format.dim)

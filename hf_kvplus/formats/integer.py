@@ -8,25 +8,35 @@ from typing import ClassVar
 
 import torch
 
-from ..errors import CacheConfigError, invalid
+from ..errors import CacheConfigError
 from .base import FormatSpec, PageFormat, Parts, register_format
-from .rotation import block_size, rotate, rotate_rows
+from .rotation import rotate, rotate_rows, rotation_block
 
 _LARGEST = torch.finfo(torch.float16).max
 _HALF_STEP = 2.0**-11  # float16 rounds to within this, relatively
 
 
 class Int8Format(PageFormat):
-    """`x ≈ data * scale`: int8 codes in -127..127, and per token `scale = max |x| / 127` in float16."""
+    """`rotate(x) ≈ data * scale`: int8 codes in -127..127, and per token `scale = max |rotate(x)| / 127` in float16.
+
+    Unrotated, the few channels in which keys are large would set the scale of all others.
+
+    Args:
+        rotation: whether to rotate the channels (`hf_kvplus.formats.rotation`).
+    """
 
     layout = "int8"
+
+    def __init__(self, page_size, dim, dtype, channel_major, rotation: bool = True) -> None:
+        super().__init__(page_size, dim, dtype, channel_major)
+        self.rotation = rotation_block(dim, rotation)
 
     @property
     def parts(self):
         return {"data": (self.page_shape, torch.int8), "scale": ((self.page_size,), torch.float16)}
 
     def encode(self, pages: torch.Tensor) -> Parts:
-        pages = pages.float()
+        pages = rotate(pages.float(), self.rotation)
         largest = pages.abs().amax(-1)
         self.refuse_non_finite(largest)
         scale = (largest / 127).clamp(max=_LARGEST).half()
@@ -40,8 +50,8 @@ class Int8Format(PageFormat):
         dtype = dtype or self.dtype
         scale = parts["scale"].float()
         if self.channel_major:
-            return (parts["data"] * scale[:, None, :]).to(dtype).transpose(1, 2)
-        return (parts["data"] * scale[:, :, None]).to(dtype)
+            return rotate_rows(parts["data"] * scale[:, None, :], self.rotation).to(dtype).transpose(1, 2)
+        return rotate(parts["data"] * scale[:, :, None], self.rotation).to(dtype)
 
 
 class PackedFormat(PageFormat):
@@ -59,9 +69,7 @@ class PackedFormat(PageFormat):
 
     def __init__(self, page_size, dim, dtype, channel_major, rotation: bool = True) -> None:
         super().__init__(page_size, dim, dtype, channel_major)
-        if not isinstance(rotation, bool):
-            raise invalid("rotation", rotation, "True or False")
-        self.rotation = block_size(dim) if rotation else 0
+        self.rotation = rotation_block(dim, rotation)
         self.rows, self.axis = self.page_shape  # codes are packed, and grouped, along the second
         self.per_byte = 8 // self.bits
         if self.axis % self.per_byte:
@@ -157,7 +165,10 @@ class Int2Format(PackedFormat):
         return {**super().parts, "scale": shared, "zero": shared}
 
 
-register_format("int8", FormatSpec(Int8Format, Int8Format, "8 bits, one scale per token and head"))
+register_format(
+    "int8",
+    FormatSpec(Int8Format, Int8Format, "8 bits, rotated; one scale per token and head", options=("rotation",)),
+)
 register_format(
     "int4",
     FormatSpec(Int4Format, Int4Format, "4 bits, rotated; keys per channel", native_pages=1, options=("rotation",)),

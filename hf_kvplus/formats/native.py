@@ -15,6 +15,7 @@ class NativeFormat(PageFormat):
         return {"data": (self.page_shape, self.dtype)}
 
     def encode(self, pages: torch.Tensor) -> Parts:
+        pages = pages.to(self.dtype)
         return {"data": pages.transpose(1, 2) if self.channel_major else pages}
 
     def decode(self, parts: Parts, dtype: torch.dtype | None = None) -> torch.Tensor:

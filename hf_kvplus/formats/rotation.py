@@ -8,6 +8,8 @@ from functools import cache
 
 import torch
 
+from ..errors import invalid
+
 SMALLEST_BLOCK = 16
 
 
@@ -16,6 +18,17 @@ def block_size(dim: int) -> int:
     it; 0 (no rotation) where that is below 16."""
     block = dim & -dim
     return block if block == dim or block >= SMALLEST_BLOCK else 0
+
+
+def rotation_block(dim: int, rotation: bool) -> int:
+    """The block of a format's option `rotation`: `block_size(dim)` where it is on, else 0.
+
+    Raises:
+        CacheConfigError: neither `True` nor `False`.
+    """
+    if not isinstance(rotation, bool):
+        raise invalid("rotation", rotation, "True or False")
+    return block_size(dim) if rotation else 0
 
 
 @cache
