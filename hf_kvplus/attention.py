@@ -62,12 +62,13 @@ def attend(inner: Callable, module: torch.nn.Module, query, key, value, attentio
     if readable and not evicts and layer.sealed.has_null:
         _refuse_unpadding(mask, layer)
     layer.learn_padding(padding_of(mask, layer, new))
+    decodes = new <= MAX_DECODE_TOKENS or (evicts and "flash" in str(inner.__module__))  # which takes no slot masks
     if evicts and (by_position or unmasked):
         # Without a mask, exactly the tokens that a layer of transformers would hold.
         span = slice(1 - layer.retention.window - new, None) if unmasked else slice(None)
         keys, values = (layer.contiguous(name)[:, :, span] for name in ("keys", "values"))
         result = inner(module, query, keys, values, mask, **kwargs)
-    elif not by_position and new <= MAX_DECODE_TOKENS and _is_known(inner) and not _wants_weights(kwargs):
+    elif decodes and _is_known(inner) and not by_position and not _wants_weights(kwargs):
         if inner is sdpa_attention_forward:  # it passes these over (transformers 5.17), and so must we
             kwargs.update(softcap=None, s_aux=None)
         out = decode_attention(
@@ -207,21 +208,22 @@ def padding_of(mask, layer: PagedLayer, new: int) -> torch.Tensor | None:
     return hidden.expand(layer.rows, -1) if bool(hidden.any()) else None
 
 
-_last: tuple = (lambda: None, None)
+_last: tuple = (lambda: None, None, None)
 
 
 def _seen_columns(mask: torch.Tensor) -> torch.Tensor:
     """Bool `[rows, positions]`: the columns that some query sees. All layers of a pass share one mask: ask once."""
     global _last
-    known, columns = _last
-    if known() is not mask:
+    known, version, columns = _last
+    current = None if mask.is_inference() else mask._version  # those do not tell whether they were written to
+    if known() is not mask or current is None or current != version:
         shown = (
             mask.bool()
             if mask.dtype in (torch.bool, torch.int64, torch.int32)
             else mask > torch.finfo(mask.dtype).min / 2
         )
         columns = shown if mask.ndim == 2 else shown.flatten(1, 2).any(dim=1)
-        _last = ref(mask), columns
+        _last = ref(mask), current, columns
     return columns
 
 

@@ -2,6 +2,7 @@
 
 import torch
 from numerics import assert_close
+from torch.nn.functional import pad
 from transformers import LogitsProcessor
 from transformers.generation.streamers import BaseStreamer
 
@@ -50,7 +51,7 @@ def prompts(*lengths: int) -> dict[str, torch.Tensor]:
 def own_prompt(inputs: dict[str, torch.Tensor], row: int) -> dict[str, torch.Tensor]:
     """One row of `inputs` without its padding."""
     shown = inputs["attention_mask"][row].bool()
-    return {"input_ids": inputs["input_ids"][row : row + 1, shown]}
+    return {name: tensor[row : row + 1, shown] for name, tensor in inputs.items()}
 
 
 def tokens(rows: int, count: int, seed: int = 0) -> torch.Tensor:
@@ -70,6 +71,23 @@ def assert_same_run(ours, theirs, tolerance: float = ROUNDING) -> None:
     assert len(ours.logits) == len(theirs.logits)
     for step, (logits, expected) in enumerate(zip(ours.logits, theirs.logits)):
         assert_close(f"logits of step {step}", logits, expected, tolerance)
+
+
+def conversation(run, cache, turns, whole=True, answer=11):
+    """What `run(cache, inputs)` generates in turns; each adds a message, left-padded as a batch of its own.
+
+    Args:
+        turns: for every turn, `input_ids` and `attention_mask` of the messages.
+        whole: whether every turn is given all tokens again, or only those that the cache has not seen.
+    """
+    outs = []
+    ids = mask = torch.zeros(len(turns[0]["input_ids"]), 0, dtype=torch.long)
+    for turn in turns:
+        ids, mask = torch.cat([ids, turn["input_ids"]], 1), torch.cat([mask, turn["attention_mask"]], 1)
+        unseen = ids if whole else ids[:, cache.get_seq_length() :]
+        outs.append(run(cache, {"input_ids": unseen, "attention_mask": mask}))
+        ids, mask = torch.cat([ids, outs[-1].sequences[:, -answer:]], 1), pad(mask, (0, answer), value=1)
+    return outs
 
 
 class Recorder(BaseStreamer):

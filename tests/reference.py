@@ -134,7 +134,8 @@ def reference_attention(model, cache: ReferenceCache, sharpness: float = 1.0):
         groups = query.shape[1] // key.shape[1]
         if mask.dtype == torch.bool:
             mask = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(query.dtype).min)
-        layer.learn_padding((mask > torch.finfo(mask.dtype).min / 2).expand(key.shape[0], 1, -1, -1))
+        shown = (mask > torch.finfo(mask.dtype).min / 2).any(1, keepdim=True)
+        layer.learn_padding(shown.expand(key.shape[0], 1, -1, -1))
         visible = layer.visible(query.shape[2]).repeat_interleave(groups, dim=1)
         scores = query @ key.repeat_interleave(groups, dim=1).transpose(-1, -2) * scaling * sharpness
         weights = (scores + mask).masked_fill(~visible, torch.finfo(query.dtype).min).softmax(-1)

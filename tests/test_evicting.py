@@ -5,10 +5,9 @@ import copy
 import pytest
 import torch
 from conftest import tiny_llama
-from generating import MODES, ROUNDING, Recorder, assert_same_run, generate, own_prompt, prompts, tokens
+from generating import MODES, ROUNDING, Recorder, assert_same_run, conversation, generate, own_prompt, prompts, tokens
 from numerics import assert_close
 from reference import Distinct, ReferenceCache, Window, reference_attention
-from torch.nn.functional import pad
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -162,23 +161,6 @@ def test_each_row_equals_its_own_unpadded_run(model, policy, lengths):
             assert_close(f"row {row}, step {step}", logits[row], expected[0], ROUNDING)
 
 
-def conversation(model, run, cache, turns, whole=True, answer=11):
-    """What `run(cache, inputs)` generates in turns; each adds a message, left-padded as a batch of its own.
-
-    Args:
-        turns: for every turn, `input_ids` and `attention_mask` of the messages.
-        whole: whether every turn is given all tokens again, or only those that the cache has not seen.
-    """
-    outs = []
-    ids = mask = torch.zeros(len(turns[0]["input_ids"]), 0, dtype=torch.long)
-    for turn in turns:
-        ids, mask = torch.cat([ids, turn["input_ids"]], 1), torch.cat([mask, turn["attention_mask"]], 1)
-        unseen = ids if whole else ids[:, cache.get_seq_length() :]
-        outs.append(run(cache, {"input_ids": unseen, "attention_mask": mask}))
-        ids, mask = torch.cat([ids, outs[-1].sequences[:, -answer:]], 1), pad(mask, (0, answer), value=1)
-    return outs
-
-
 @pytest.mark.parametrize("whole", [True, False], ids=["all_tokens_again", "new_tokens_only"])
 @pytest.mark.parametrize(
     "lengths",
@@ -193,9 +175,9 @@ def test_three_turns(model, policy, lengths, whole):
     def run(cache, inputs):
         return generate(model, inputs, max_new_tokens=11, **{name: cache})
 
-    ours = conversation(model, run, empty_cache(model, policy), turns, whole)
+    ours = conversation(run, empty_cache(model, policy), turns, whole)
     with reference_attention(model, ReferenceCache(model.config, policy[2], PAGE)) as cache:
-        theirs = conversation(model, run, cache, turns, whole)
+        theirs = conversation(run, cache, turns, whole)
     for one, other in zip(ours, theirs):
         assert_same_run(one, other)
     assert_same_tokens_held(policy, ours[-1].past_key_values, cache)
@@ -203,7 +185,7 @@ def test_three_turns(model, policy, lengths, whole):
         own = [
             {name: tensor[row : row + 1, -turn[row] :] for name, tensor in prompts(*turn).items()} for turn in lengths
         ]
-        alone = conversation(model, run, empty_cache(model, policy), own, whole)
+        alone = conversation(run, empty_cache(model, policy), own, whole)
         for together, single in zip(ours, alone):
             assert together.sequences[row, -11:].tolist() == single.sequences[0, -11:].tolist()
 
