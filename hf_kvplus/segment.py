@@ -138,19 +138,22 @@ class Segment:
         """Encode tokens into new pages; their numbers, int32 `[rows, heads, n]`."""
         rows, split = keys.shape[0], (-1, self.page_size)
         keys, values = (tokens[::copies].unflatten(2, split) for tokens in (keys, values))
-        ids = torch.full(keys.shape[:3], NULL_PAGE, dtype=torch.int32)
-        held = torch.ones_like(ids, dtype=torch.bool)
-        if positions is not None:
-            positions = positions[::copies].unflatten(2, split)
-            held = (positions != NO_TOKEN).any(-1).cpu()
-        numbers = self.pool.allocate(int(held.sum()))
-        ids[held] = numbers.int()
+        shape, filled = keys.shape[:3], None
         keys, values = (tokens.flatten(0, 2) for tokens in (keys, values))
-        if numbers.numel() < held.numel():  # `index_select` copies whole pages; a bool index goes number by number
-            keys, values = (t.index_select(0, held.flatten().nonzero()[:, 0].to(t.device)) for t in (keys, values))
-        held = held.to(self.device)
+        if positions is None:
+            numbers = self.pool.allocate(shape.numel())
+            ids = numbers.int().view(shape)
+        else:
+            positions = positions[::copies].unflatten(2, split)
+            held = (positions != NO_TOKEN).any(-1)
+            numbers = self.pool.allocate(int(held.sum()))
+            ids = torch.full(shape, NULL_PAGE, dtype=torch.int32)
+            ids[held.cpu()] = numbers.int()
+            # `index_select` copies whole pages; a bool index goes number by number.
+            keys, values = (tokens.index_select(0, held.flatten().nonzero()[:, 0]) for tokens in (keys, values))
+            positions = positions[held]
+            filled = positions != NO_TOKEN
         self.storage.resize(self.pool.capacity)
-        filled = None if positions is None else positions[held] != NO_TOKEN
         encoded = {
             kind: self.formats[kind].encode(_without_holes(self.formats[kind], tokens, filled))
             for kind, tokens in (("keys", keys), ("values", values))
@@ -161,7 +164,7 @@ class Segment:
         if self.positions is not None:
             missing = self.pool.capacity - self.positions.shape[0]
             self.positions = torch.nn.functional.pad(self.positions, (0, 0, 0, missing), value=NO_TOKEN)
-            self.positions[numbers.to(self.device)] = positions[held].to(self.positions.dtype)
+            self.positions[numbers.to(self.device)] = positions.to(self.positions.dtype)
         return ids.repeat_interleave(rows // ids.shape[0], dim=0).to(self.device)
 
 
