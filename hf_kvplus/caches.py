@@ -53,7 +53,7 @@ class PagedCache(DynamicCache):
         if isinstance(config, PreTrainedConfig):
             super().__init__(config=config)
             self._pave(spec)
-        elif config is None or isinstance(config, Iterable):
+        elif config is None or (isinstance(config, Iterable) and not isinstance(config, str)):
             if spec.format.format_by_layer:
                 raise invalid("config", config, "with `format_by_layer`, the config of a model (`model.config`)")
             Cache.__init__(self, layers=[])

@@ -28,7 +28,7 @@ class CacheSpec:
     def __post_init__(self) -> None:
         if not isinstance(self.format, FormatChoice):
             object.__setattr__(self, "format", choose(self.format, {}))
-        if self.page_size not in PAGE_SIZES or isinstance(self.page_size, bool):
+        if self.page_size not in PAGE_SIZES or type(self.page_size) is not int:
             raise invalid("page_size", self.page_size, f"one of {', '.join(map(str, PAGE_SIZES))}")
         if self.retention is not None and not isinstance(self.retention, Retention):
             raise invalid("retention", self.retention, "None, a `Retention`, or " + ", ".join(RETENTIONS))
