@@ -237,6 +237,23 @@ def test_threads_and_splits(rows, kv_heads, threads):
         torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize(
+    ("dim", "value_dim", "tail_rows", "sinks", "message"),
+    [
+        (80, 64, 1, 4, "`query` .* 64 and 64 channels, the pages 80"),
+        (64, 80, 1, 4, "the pages 64 and 80"),
+        (64, 64, 2, 4, "`tail_keys`"),
+        (64, 64, 1, 3, "`sinks` is 3 numbers"),
+    ],
+)
+def test_shapes_that_do_not_belong_together(dim, value_dim, tail_rows, sinks, message):
+    view, tail = make_view("int8", 1, 2, 1, 16, dim, value_dim), make_tail(tail_rows, 2, 5, 64)
+    with pytest.raises(ValueError, match=message):
+        decode_attention(
+            torch.randn(1, 4, 1, 64), [view], tail, tail, scale=0.1, sinks=torch.randn(sinks), backend="cpu"
+        )
+
+
 def test_fullgraph():
     view, tail = make_view("int8", 2, 2, 3, 16, 64, 80), make_tail(2, 2, 9, 64)
     values = make_tail(2, 2, 9, 80)

@@ -246,9 +246,17 @@ at::Tensor decode_attention(
             static_cast<float>(softcap.value_or(0)), query.size(0), heads, kv_heads, heads / kv_heads, q_len,
             query.size(3), tail_values.size(3)};
 
+  TORCH_CHECK_VALUE(tail_keys.size(0) == call.rows && tail_keys.sizes().slice(0, 3) == tail_values.sizes().slice(0, 3),
+                    "`tail_keys` is ", tail_keys.sizes(), " and `tail_values` is ", tail_values.sizes(),
+                    ", expected as many rows as `query` has (", call.rows, "), and as many heads and tokens in both.");
+  TORCH_CHECK_VALUE(!sinks || sinks->numel() == heads, "`sinks` is ", sinks ? sinks->numel() : 0,
+                    " numbers, expected one for each of the ", heads, " heads.");
+
   int64_t slots = 0;
   const auto append = [&](std::unique_ptr<Keys> keys, std::unique_ptr<Values> values, int64_t columns, int64_t tokens,
                           const at::Tensor& table) {
+    TORCH_CHECK_VALUE(keys->dim == call.dim && values->dim == call.value_dim, "`query` and `tail_values` have ", call.dim,
+                      " and ", call.value_dim, " channels, the pages ", keys->dim, " and ", values->dim, ".");
     call.widest = std::max(call.widest, padded(keys->page_size));
     call.scratch_size = std::max({call.scratch_size, keys->scratch(call.queries()), values->scratch(call.queries())});
     call.columns += columns;
