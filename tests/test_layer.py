@@ -139,21 +139,23 @@ class Layer(RuleBasedStateMachine):
         self.patch.stop()
 
     @initialize(
+        data=st.data(),
         format=st.sampled_from(sorted(FORMAT_SPECS)),
-        policy=st.sampled_from(sorted(POLICIES)),
         placement=st.sampled_from(sorted(PLACEMENTS)),
         page_size=st.sampled_from([4, 8, 16]),
         heads=st.sampled_from([(1, 1), (2, 2), (2, 4), (1, 3)]),
         dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     )
-    def build(self, format, policy, placement, page_size, heads, dtype):
-        self.format, self.policy, self.page_size, self.dtype = FORMAT_SPECS[format], POLICIES[policy], page_size, dtype
+    def build(self, data, format, placement, page_size, heads, dtype):
+        self.format, self.page_size, self.dtype = FORMAT_SPECS[format], page_size, dtype
+        self.policy = POLICIES[data.draw(st.sampled_from(self.policies))]
         self.kv_heads, self.heads = heads
         self.exact = format == "native"
         if self.policy is not None:
             self.policy.report = self.policy_was_asked
         layer = PagedLayer(self.format, PLACEMENTS[placement], self.policy, page_size)
         self.branches = [[layer, None]]
+        self.prompt(data)
 
     # --- the policy ---------------------------------------------------------------------------------------------
 
@@ -194,10 +196,11 @@ class Layer(RuleBasedStateMachine):
     def tokens(self, rows, new, dim):
         return torch.randn(rows, self.kv_heads, new, dim, generator=self.random).to(self.dtype)
 
-    @rule(data=st.data(), new=st.integers(1, 70), padded=st.sampled_from([None, "left", "left", "holes"]))
-    def prefill(self, data, new, padded):
+    @rule(data=st.data())
+    def prompt(self, data):
         """A prompt or a chunk of one; attention commits it, and tells what is padding."""
-        branch = self.pick(data, filled=False)
+        branch, new = self.pick(data, filled=False), data.draw(st.integers(1, 70))
+        padded = data.draw(st.sampled_from([None, "left", "left", "holes"]))
         self.update(data, branch, new)
         layer, model = branch
         if not model.pending or padded is None:
@@ -244,13 +247,14 @@ class Layer(RuleBasedStateMachine):
             branch[1] = self.current = model
             layer.expansion = copies
         rows, was_empty = model.rows, model.seen == 0
+        waits = was_empty or new > MAX_DECODE_TOKENS or bool((model.first == model.seen).any())
         keys, values = (self.tokens(rows, new, dim)[::copies] for dim in (KEY_DIM, VALUE_DIM))
         keys, values = keys.repeat_interleave(copies, dim=0), values.repeat_interleave(copies, dim=0)
         standins = layer.update(keys, values)
         self.settled(layer, model)
         model.add(keys, values)
         model.pending, model.copies = (0 if layer._pending is None else new), copies
-        assert model.pending or not (was_empty or new > MAX_DECODE_TOKENS)
+        assert model.pending or not waits, "padding among these tokens would go unnoticed"
 
         for standin, whole in zip(standins, (model.keys, model.values)):
             assert standin.shape == whole.shape
@@ -385,7 +389,12 @@ class Layer(RuleBasedStateMachine):
             assert layer.get_mask_sizes(3) == (model.seen + 3, 0)
             if not model.pending and (self.policy is not None or not model.cropped):
                 assert layer.first.tolist() == model.first.tolist()
+            if self.format.native_pages:
+                assert layer.sealed.segments[0].table.columns <= self.format.native_pages
             for name, tokens in (("keys", model.keys), ("values", model.values)):
+                if not model.cropped:  # cropped pages come back as they were sealed
+                    recent = model.held & (torch.arange(model.seen) >= model.seen - self.format.residual)
+                    assert torch.equal(layer.contiguous(name)[recent], tokens[recent]), "recent tokens are not native"
                 if self.policy is None:
                     self.check_everything(layer, model, name, tokens)
                 else:
@@ -398,6 +407,8 @@ class Layer(RuleBasedStateMachine):
         assert torch.equal(dense, layer.contiguous(name))
         shown = self.shown(model)
         self.check_tokens(name, dense[shown], tokens[shown])
+        first = torch.arange(model.seen) < self.format.native_pages * self.page_size
+        assert torch.equal(dense[shown & first], tokens[shown & first]), "the first pages are not native"
         columns = torch.cat([part.table.ids for part in layer.sealed.segments], dim=-1)
         blank = model.padding[:, : columns.shape[-1] * self.page_size].unflatten(1, (-1, self.page_size)).all(-1)
         missing, blank = columns == NULL_PAGE, blank[:, None].expand_as(columns)
@@ -460,5 +471,15 @@ class Layer(RuleBasedStateMachine):
             assert stats.compression == pytest.approx(model.rows * model.seen * token / stats.bytes_allocated)
 
 
-Layer.TestCase.settings = settings(max_examples=100, stateful_step_count=25, deadline=None, derandomize=True)
-TestLayer = Layer.TestCase
+class KeepingLayer(Layer):
+    policies = ("all",)
+
+
+class EvictingLayer(Layer):
+    policies = ("sliding", "keydiff", "keydiff, a fraction")
+
+
+for _machine in (KeepingLayer, EvictingLayer):
+    _machine.TestCase.settings = settings(max_examples=60, stateful_step_count=25, deadline=None, derandomize=True)
+TestKeepingLayer = KeepingLayer.TestCase
+TestEvictingLayer = EvictingLayer.TestCase
