@@ -30,7 +30,7 @@ CACHES = {
     "offloaded_paged_int8": {"offload_to": "disk"},
 }
 FACT = "The keeper of the archive in Tromsø is called Ingrid Solberg, and she keeps the keys in a blue teapot."
-QUESTION = "In the text above, what is the name of the keeper of the archive in Tromsø, and where does she keep the keys?"
+QUESTION = "In the text above, who is the keeper of the archive in Tromsø, and where does she keep the keys?"
 
 
 def load():

@@ -1,4 +1,4 @@
-"""The claims that only a trained model can show: exactness, closeness in int8, memory, and the strings in a pipeline."""
+"""What only a trained model can show: exactness, closeness in int8, memory, and the strings in a pipeline."""
 
 from pathlib import Path
 

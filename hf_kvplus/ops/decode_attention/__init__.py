@@ -94,7 +94,7 @@ def _backend(name: str, query, pages, tail_keys, mask):
     if name == "auto":
         device = query.device.type
         for kernel in KERNELS.values():
-            if kernel.DEVICE != device or (query.requires_grad and torch.is_grad_enabled()):
+            if device != kernel.DEVICE or (query.requires_grad and torch.is_grad_enabled()):
                 continue  # kernels have no backward
             reason = kernel.missing()
             if reason:

@@ -55,7 +55,7 @@ def _decoded(format, parts, ids, has_null):
 
 def _softmax(scores, pages, mask, softcap, sinks):
     """Attention weights `[rows, heads, q, slots]`, summing to one (less what the sinks take)."""
-    rows, heads = scores.shape[:2]
+    heads = scores.shape[1]
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     if mask is not None:
