@@ -117,11 +117,11 @@ def take_turns(model, caches: dict, token, turns: int, steps: int, progress) -> 
     }
 
 
-def decode(model, progress, lengths, turns=12, steps=4) -> None:
+def decode(model, progress, lengths, ours, turns=12, steps=4) -> None:
     """One sequence: milliseconds per token after `length` tokens."""
     peers = ["StaticCache"] + (["QuantizedCache"] if importlib.util.find_spec("optimum") else [])
     for length in lengths:
-        names = [BASE, *peers, *OURS]
+        names = [BASE, *peers, *ours]
         ids, caches = tokens(length), {}
         for name in progress.track(names, description=f"prefilling {length:,} tokens"):
             caches[name] = prefilled(name, model, ids)
@@ -268,6 +268,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--only", nargs="+", choices=measures, default=list(measures))
     parser.add_argument("--lengths", nargs="+", type=int, default=[200, 1000, 4096, 7500])
+    parser.add_argument("--caches", nargs="+", default=OURS, help="our caches that decode measures")
     parser.add_argument("--plot", action="store_true", help="draw the newest decode rows and stop")
     parser.add_argument("--table", action="store_true", help="print the newest rows and stop")
     parser.add_argument("--memory-of", metavar="CACHE", help=argparse.SUPPRESS)
@@ -287,7 +288,7 @@ def main() -> None:
         model = load_model()
         with Progress(console=console, transient=True) as progress:
             for name in arguments.only:
-                extra = {"lengths": arguments.lengths} if name == "decode" else {}
+                extra = {"lengths": arguments.lengths, "ours": arguments.caches} if name == "decode" else {}
                 measures[name](model, progress, **extra)
     table()
     return None
