@@ -91,8 +91,19 @@ def attend(inner: Callable, module: torch.nn.Module, query, key, value, attentio
                 slots = torch.zeros_like(slots, dtype=query.dtype).masked_fill(~slots, torch.finfo(query.dtype).min)
             kwargs.pop("position_bias", None)  # the mask has it
         result = inner(module, query, layer.dense("keys"), layer.dense("values"), slots, **kwargs)
+        if evicts and result[1] is not None:
+            result = result[0], _weights_by_position(result[1], layer, new)
     layer.commit()
     return result
+
+
+def _weights_by_position(weights: torch.Tensor, layer: PagedLayer, new: int) -> torch.Tensor:
+    """Attention weights `[rows, heads, new, slots]` with the columns that transformers' own layer would have."""
+    where = layer.slot_positions().long()
+    where = where.masked_fill(where == NO_TOKEN, layer.seen)  # the last column takes empty slots
+    where = where.repeat_interleave(weights.shape[1] // where.shape[1], dim=1)[:, :, None].expand_as(weights)
+    columns = weights.new_zeros((*weights.shape[:3], layer.seen + 1)).scatter_(-1, where, weights)[..., : layer.seen]
+    return columns[..., 1 - layer.retention.window - new :] if layer.masked_by_model else columns
 
 
 def _unknown(kwargs: dict) -> set[str]:

@@ -303,9 +303,8 @@ class PagedLayer(CacheLayerMixin):
         for tokens in (keys, values):
             groups = tokens.unflatten(0, (-1, self.expansion))
             first, others = groups[:, :1].expand_as(groups[:, 1:]), groups[:, 1:]
-            if not torch.allclose(
-                others, first, rtol=rounding, atol=rounding * float(first.float().square().mean().sqrt())
-            ):
+            usual = float(first.float().square().mean().sqrt())
+            if not torch.allclose(others, first, rtol=rounding, atol=rounding * usual):
                 return 1
         return self.expansion
 

@@ -139,7 +139,7 @@ def reference_attention(model, cache: ReferenceCache, sharpness: float = 1.0):
         visible = layer.visible(query.shape[2]).repeat_interleave(groups, dim=1)
         scores = query @ key.repeat_interleave(groups, dim=1).transpose(-1, -2) * scaling * sharpness
         weights = (scores + mask).masked_fill(~visible, torch.finfo(query.dtype).min).softmax(-1)
-        return (weights @ value.repeat_interleave(groups, dim=1)).transpose(1, 2), None
+        return (weights @ value.repeat_interleave(groups, dim=1)).transpose(1, 2), weights
 
     before = model.config._attn_implementation
     AttentionInterface.register("reference", attention)

@@ -131,6 +131,18 @@ def test_eager(policy, mode):
     assert_same_as_reference(eager, policy, prompts(47, 5), **MODES[mode])
 
 
+@pytest.mark.parametrize("mode", ["greedy", "beams", "chunks_of_19"])
+def test_attentions(policy, mode):
+    """A column for every token, zero where it was evicted."""
+    eager = tiny_llama(initializer_range=0.2, attn_implementation="eager")
+    wanted = {"output_attentions": True, **MODES[mode]}
+    ours = generate(eager, prompts(47), **wanted, **string(policy))
+    theirs = reference_run(eager, policy, prompts(47), **wanted)
+    for step, (layers, expected) in enumerate(zip(ours.attentions, theirs.attentions, strict=True)):
+        for index, (got, want) in enumerate(zip(layers, expected, strict=True)):
+            assert_close(f"attentions of step {step}, layer {index}", got, want, ROUNDING)
+
+
 @pytest.mark.parametrize("drafts", [3, 11, 21])
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampling"])
 def test_assistant(model, assistant, policy, drafts, sampled):

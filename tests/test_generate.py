@@ -8,12 +8,15 @@ from conftest import tiny_llama
 from generating import MODES, NEW, ROUNDING, Forced, Recorder, assert_same_run, generate, own_prompt, prompts, tokens
 from numerics import assert_close
 from torch.nn.functional import log_softmax, pad
-from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, MistralConfig, MistralForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 import hf_kvplus
 from hf_kvplus._compat import forward_cache_name
+from hf_kvplus.formats import FORMATS
+from hf_kvplus.layer import PagedLayer
+from hf_kvplus.placement import Resident
 
 EXACT = {
     "resident": ("paged_native", {}),
@@ -50,6 +53,7 @@ def exact(request, tmp_path_factory):
     return {"cache_implementation": name, "cache_config": {"page_size": 8, **options}}
 
 
+RESIDENT = {"cache_implementation": "paged_native", "cache_config": {"page_size": 8}}
 INT8 = {"cache_implementation": "paged_int8", "cache_config": {"page_size": 8}}
 
 
@@ -83,9 +87,9 @@ def test_prompt_lookup(model, exact, drafts):
 
 
 @pytest.mark.parametrize("rows", range(1, 9))
-def test_batches(model, exact, rows):
+def test_batches(model, rows):
     inputs = prompts(*[30] * rows)
-    assert_same_run(generate(model, inputs, **exact), generate(model, inputs))
+    assert_same_run(generate(model, inputs, **RESIDENT), generate(model, inputs))
 
 
 @pytest.mark.parametrize("mode", ["greedy", "chunks_of_19"])
@@ -99,31 +103,40 @@ def test_each_row_equals_its_own_unpadded_run(model, exact, mode):
             assert_close(f"row {row}, step {step}", logits[row], expected[0], ROUNDING)
 
 
-def test_streaming(model, exact):
+def test_streaming(model):
     streamer = Recorder()
-    out = generate(model, prompts(41), streamer=streamer, **exact)
+    out = generate(model, prompts(41), streamer=streamer, **RESIDENT)
     assert [token for step in streamer.given for token in step] == out.sequences[0].tolist()
     assert len(streamer.given) == NEW + 1
     assert streamer.ended
 
 
-@pytest.mark.parametrize("mode", ["greedy", "beams", "chunks_of_7"])
+def tiny_mistral(**overrides) -> MistralForCausalLM:
+    """As `tiny_llama`, of which every layer sees 16 tokens."""
+    config = {**tiny_llama().config.to_dict(), "sliding_window": 16, **overrides}
+    del config["model_type"], config["architectures"]
+    torch.manual_seed(0)
+    return MistralForCausalLM(MistralConfig(**config)).eval()
+
+
+@pytest.mark.parametrize("build", [tiny_llama, tiny_mistral])
+@pytest.mark.parametrize("mode", ["greedy", "beams", "chunks_of_7", "chunks_of_19"])
 @pytest.mark.parametrize("lengths", [(41,), (41, 5)], ids=["one", "padded"])
-def test_outputs_of_eager_attention(model, exact, mode, lengths):
-    eager = tiny_llama(initializer_range=0.2, attn_implementation="eager")
+def test_outputs_of_eager_attention(build, mode, lengths):
+    eager, inputs = build(initializer_range=0.2, attn_implementation="eager"), prompts(*lengths)
     wanted = {"output_attentions": True, "output_hidden_states": True, "output_scores": True, **MODES[mode]}
-    ours, theirs = generate(eager, prompts(*lengths), **wanted, **exact), generate(eager, prompts(*lengths), **wanted)
+    ours, theirs = generate(eager, inputs, **wanted, **RESIDENT), generate(eager, inputs, **wanted)
     assert_same_run(ours, theirs)
-    visible = None if len(lengths) == 1 else prompts(*lengths)["attention_mask"]
+    for step, (scores, expected) in enumerate(zip(ours.scores, theirs.scores, strict=True)):
+        assert_close(f"scores of step {step}", scores, expected, ROUNDING)
     for name in ("attentions", "hidden_states"):
         for step, (layers, expected) in enumerate(zip(getattr(ours, name), getattr(theirs, name), strict=True)):
             for index, (got, want) in enumerate(zip(layers, expected, strict=True)):
-                if step == 0 and visible is not None and mode != "chunks_of_7":  # what padding attends to means nothing
-                    rows = visible.bool().repeat_interleave(got.shape[0] // len(lengths), 0)
-                    got, want = ((t.transpose(1, 2) if t.ndim == 4 else t)[rows] for t in (got, want))
+                tokens = got.shape[-2]
+                if step == 0:  # what padding attends to means nothing
+                    real = inputs["attention_mask"].bool()[:, -tokens:].repeat_interleave(len(got) // len(lengths), 0)
+                    got, want = ((t.transpose(1, 2) if t.ndim == 4 else t)[real] for t in (got, want))
                 assert_close(f"{name} of step {step}, {index}", got, want, ROUNDING)
-    for step, (scores, expected) in enumerate(zip(ours.scores, theirs.scores, strict=True)):
-        assert_close(f"scores of step {step}", scores, expected, ROUNDING)
 
 
 @pytest.mark.parametrize("whole", [True, False], ids=["all_tokens_again", "new_tokens_only"])
@@ -234,34 +247,36 @@ def _own_attention():
 @pytest.mark.parametrize("implementation", ["eager", "own_masked", "own_unmasked"])
 @pytest.mark.parametrize("mode", ["greedy", "beams", "chunks_of_7", "chunks_of_19", "lookup"])
 @pytest.mark.parametrize("lengths", [(41,), (41, 5)], ids=["one", "padded"])
-def test_attention_implementations(exact, implementation, mode, lengths):
+def test_attention_implementations(implementation, mode, lengths):
     if mode == "lookup" and len(lengths) > 1:
         pytest.skip("transformers drafts for one sequence at a time")
     model = tiny_llama(initializer_range=0.2, attn_implementation=implementation)
     kwargs = {**MODES, "lookup": {"prompt_lookup_num_tokens": 5}}[mode]
-    assert_same_run(generate(model, prompts(*lengths), **kwargs, **exact), generate(model, prompts(*lengths), **kwargs))
+    assert_same_run(
+        generate(model, prompts(*lengths), **kwargs, **RESIDENT), generate(model, prompts(*lengths), **kwargs)
+    )
 
 
 @pytest.mark.parametrize("mode", ["greedy", "beams", "chunks_of_19"])
 @pytest.mark.parametrize("lengths", [(41,), (41, 5)], ids=["one", "padded"])
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile", "ignore:_compile flag")
-def test_flex_attention(exact, mode, lengths):
+def test_flex_attention(mode, lengths):
     model = tiny_llama(initializer_range=0.2, attn_implementation="flex_attention", head_dim=16)
     with torch.compiler.set_stance("force_eager"):
-        ours, theirs = (generate(model, prompts(*lengths), **MODES[mode], **kwargs) for kwargs in (exact, {}))
+        ours, theirs = (generate(model, prompts(*lengths), **MODES[mode], **kwargs) for kwargs in ({}))
     assert_same_run(ours, theirs)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 @pytest.mark.parametrize("lengths", [(41,), (41, 5)], ids=["one", "padded"])
-def test_half_precision(exact, dtype, implementation, lengths):
+def test_half_precision(dtype, implementation, lengths):
     """No further from float32 than DynamicCache is, forced along the same tokens."""
     model = tiny_llama(initializer_range=0.05, attn_implementation=implementation)
     whole = generate(model, prompts(*lengths))
     model.to(dtype)
     errors = []
-    for kwargs in (exact, {}):
+    for kwargs in {}:
         forced = Forced(whole.sequences[:, max(lengths) :])
         out = generate(model, prompts(*lengths), logits_processor=[forced], **kwargs)
         assert out.sequences.tolist() == whole.sequences.tolist()
@@ -364,18 +379,21 @@ def test_fork_repeats_every_row(model):
     assert ours.layers[0].batch_size == 2
 
 
-@pytest.mark.parametrize("kind", [torch.bool, torch.float32])
-@pytest.mark.parametrize("steps", [(24, 1, 1, 5, 1), (9, 30, 1, 1), (20, 16, 17)])
-def test_custom_masks(model, kind, steps):
-    """A mask of the caller's own that hides a third of the past, other columns for every query."""
-    ours, theirs = caches(model)
-    generator, total = torch.Generator().manual_seed(0), 0
-    for seed, count in enumerate(steps):
-        total += count
-        shown = torch.rand(2, 1, count, total, generator=generator) > 0.3
-        order = torch.arange(total) <= torch.arange(total - count, total)[:, None]
-        shown = (shown & order) | (torch.arange(total) == torch.arange(total - count, total)[:, None])
-        mask = shown if kind == torch.bool else torch.zeros(shown.shape).masked_fill(~shown, torch.finfo(kind).min)
-        ids, positions = tokens(2, count, seed), torch.arange(total - count, total).expand(2, -1)
-        outs = [feed(model, cache, ids, mask.clone(), position_ids=positions) for cache in (ours, theirs)]
-        assert_close(f"logits of pass {seed}", *outs, ROUNDING)
+@pytest.mark.parametrize("scale", [1.0, 1e-4])
+@pytest.mark.parametrize("difference", [3e-3, 1e-3, 1e-4])
+def test_only_equal_rows_share_their_pages(difference, scale):
+    """Returned sequences that differ little, and are then told the same, keep their own keys and values."""
+    layer = PagedLayer(FORMATS["native"], Resident(), page_size=8)
+    layer.expansion = 2
+    held = torch.zeros(2, 2, 2, 0, 16)
+    for count in (24, 40):
+        new = scale * torch.randn(2, 1, 2, count, 16)
+        new = torch.cat([new, new * (1 + difference * (held.numel() > 0))], dim=1)  # a prompt is the same for both
+        layer.update(*new)
+        layer.commit()
+        held = torch.cat([held, new], dim=3)
+    assert_close("keys", layer.keys, held[0], 0.0)
+    assert_close("values", layer.values, held[1], 0.0)
+    (segment,) = layer.sealed.segments
+    shared = (segment.table.ids[0] == segment.table.ids[1]).tolist()
+    assert shared == [[True] * 3 + [False] * 5] * 2
