@@ -7,7 +7,9 @@
 
 #include <atomic>
 
+#include "mask.h"
 #include "pages.h"
+#include "tail.h"
 
 namespace kvplus {
 
@@ -22,48 +24,6 @@ struct Run {
     if (!table.defined()) return column;
     const int64_t offset = row * table.stride(0) + head * table.stride(1) + column * table.stride(2);
     return table.const_data_ptr<int32_t>()[offset];
-  }
-};
-
-// The additive form of a mask, a page at a time. Rows are queries, of each head where heads differ.
-struct Mask {
-  at::Tensor mask;
-  int64_t q_len, group, kv_heads;
-  bool per_head = false;
-
-  Mask(const std::optional<at::Tensor>& given, int64_t q_len, int64_t group, int64_t kv_heads)
-      : mask(given.value_or(at::Tensor())), q_len(q_len), group(group), kv_heads(kv_heads) {
-    per_head = mask.defined() && group > 1 && mask.size(1) == group * kv_heads;
-  }
-  int64_t rows() const { return !mask.defined() ? 0 : per_head ? group * q_len : q_len; }
-
-  // Fills `bias` for slots `first` and on; false if it hides all of them.
-  bool fill(int64_t row, int64_t head, int64_t first, int64_t count, const Matrix& bias) const {
-    if (mask.scalar_type() == at::kBool) return fill_as(mask.const_data_ptr<bool>(), row, head, first, count, bias);
-    return by_dtype(mask, "mask", [&](auto t) {
-      return fill_as(mask.const_data_ptr<decltype(t)>(), row, head, first, count, bias);
-    });
-  }
-
- private:
-  template <class T>
-  bool fill_as(const T* data, int64_t row, int64_t head, int64_t first, int64_t count, const Matrix& bias) const {
-    const auto stride = [&](int64_t dim) { return mask.size(dim) == 1 ? 0 : mask.stride(dim); };
-    const int64_t step = mask.stride(3);
-    float highest = kNegInf;
-    for (int64_t r = 0; r < rows(); r++) {
-      const int64_t mask_head = per_head ? head * group + r / q_len : head;
-      const T* from = data + row * stride(0) + mask_head * stride(1) + r % q_len * stride(2) + first * step;
-      float* to = bias[r];
-      for (int64_t t = 0; t < count; t++) {
-        if constexpr (std::is_same_v<T, bool>)
-          to[t] = from[t * step] ? 0.f : kNegInf;
-        else
-          to[t] = static_cast<float>(from[t * step]);
-        highest = std::max(highest, to[t]);
-      }
-    }
-    return highest != kNegInf;
   }
 };
 
@@ -255,7 +215,8 @@ at::Tensor decode_attention(
   int64_t slots = 0;
   const auto append = [&](std::unique_ptr<Keys> keys, std::unique_ptr<Values> values, int64_t columns, int64_t tokens,
                           const at::Tensor& table) {
-    TORCH_CHECK_VALUE(keys->dim == call.dim && values->dim == call.value_dim, "`query` and `tail_values` have ", call.dim,
+    TORCH_CHECK_VALUE(keys->dim == call.dim && values->dim == call.value_dim,
+                      "`query` and `tail_values` have ", call.dim,
                       " and ", call.value_dim, " channels, the pages ", keys->dim, " and ", values->dim, ".");
     call.widest = std::max(call.widest, padded(keys->page_size));
     call.scratch_size = std::max({call.scratch_size, keys->scratch(call.queries()), values->scratch(call.queries())});

@@ -1,40 +1,11 @@
-// Readers of sealed pages and of the tail, one struct per layout (docs/layouts.md). To add a layout: a struct here, and
-// a line in `open`.
+// Readers of sealed pages, one struct per layout (docs/layouts.md). To add a layout: a struct, and a line in `open`.
 #pragma once
 
-#include <ATen/core/Tensor.h>
-
-#include <memory>
 #include <string>
-#include <vector>
 
-#include "multiply.h"
+#include "reader.h"
 
 namespace kvplus {
-
-struct Place {
-  int64_t row, head;  // sequence and KV head
-  int64_t page;       // number of a sealed page, or column of the tail
-  int64_t tokens;     // of this page, from its first
-};
-
-// Keys of one view (or of the tail).
-struct Keys {
-  int64_t page_size = 0, dim = 0, rotation = 0;
-  virtual ~Keys() = default;
-  virtual int64_t scratch(int64_t) const { return 0; }  // floats needed for so many rows
-  // scores[r, t] = q[r] . key[t]
-  virtual void score(const Place& place, const Matrix& q, const Matrix& scores, float* scratch) const = 0;
-};
-
-// Values of one view (or of the tail).
-struct Values {
-  int64_t dim = 0, rotation = 0;
-  virtual ~Values() = default;
-  virtual int64_t scratch(int64_t) const { return 0; }
-  // out[r] += sum over t of weights[r, t] * value[t]; may overwrite `weights`
-  virtual void collect(const Place& place, const Matrix& weights, const Matrix& out, float* scratch) const = 0;
-};
 
 inline void scale_columns(const Matrix& m, int64_t columns, const Half* scale) {
   for (int64_t j = 0; j < columns; j += W) {
@@ -92,7 +63,7 @@ struct Int8Values : PlainValues<int8_t> {
 
 // --- int4, int2 -----------------------------------------------------------------------------------------------------
 
-// x[c, l] = code[c, l] * scale[c, g] + zero[c, g] with g the group of lane l. Scales go into the weights of a product and
+// x[c, l] = code[c, l] * scale[c, g] + zero[c, g], g the group of lane l. Scales go into the weights of a product,
 // zeros become one number per group.
 template <int BITS>
 struct Packed {
@@ -200,69 +171,7 @@ struct PackedValues : Values {
   }
 };
 
-// --- the tail: native, token-major, a strided view of a larger buffer ------------------------------------------------
-
-constexpr int64_t kTailPage = 64;
-
-template <class T>
-struct Strided {
-  const T* data;
-  int64_t row, head, token;
-  explicit Strided(const at::Tensor& x)
-      : data(static_cast<const T*>(x.const_data_ptr())), row(x.stride(0)), head(x.stride(1)), token(x.stride(2)) {}
-  const T* operator()(const Place& at) const {
-    return data + at.row * row + at.head * head + at.page * kTailPage * token;
-  }
-};
-
-template <class T, int ROWS>
-inline void dot_rows(const T* key, const float* q, int64_t ldq, int64_t dim, float* out, int64_t ldo) {
-  F sums[ROWS];
-  for (int r = 0; r < ROWS; r++) sums[r] = set1(0.f);
-  for (int64_t d = 0; d < dim; d += W) {
-    const F x = load(key + d, dim - d);
-#pragma GCC unroll 16
-    for (int r = 0; r < ROWS; r++) sums[r] = fma(x, load(q + r * ldq + d), sums[r]);
-  }
-  for (int r = 0; r < ROWS; r++) out[r * ldo] = sum(sums[r]);
-}
-
-template <class T>
-struct TailKeys : Keys {
-  Strided<T> at_place;
-  explicit TailKeys(const at::Tensor& x) : at_place(x) { dim = x.size(3), page_size = kTailPage; }
-  void score(const Place& at, const Matrix& q, const Matrix& scores, float*) const override {
-    const T* key = at_place(at);
-    for (int64_t t = 0; t < at.tokens; t++, key += at_place.token) {
-      int64_t r = 0;
-      for (; r + kRows <= q.rows; r += kRows) dot_rows<T, kRows>(key, q[r], q.stride, dim, scores[r] + t, scores.stride);
-      for (; r < q.rows; r++) dot_rows<T, 1>(key, q[r], q.stride, dim, scores[r] + t, scores.stride);
-    }
-  }
-};
-
-template <class T>
-struct TailValues : Values {
-  Strided<T> at_place;
-  explicit TailValues(const at::Tensor& x) : at_place(x) { dim = x.size(3); }
-  void collect(const Place& at, const Matrix& weights, const Matrix& out, float*) const override {
-    const Lanes<T> m{at_place(at), at_place.token};
-    multiply(m, weights, at.tokens, dim, out, true);
-  }
-};
-
 // --- by name --------------------------------------------------------------------------------------------------------
-
-// `make(T{})` for the floating-point type T of `x`.
-template <class Make>
-auto by_dtype(const at::Tensor& x, const char* what, Make make) {
-  switch (x.scalar_type()) {
-    case at::kFloat: return make(float{});
-    case at::kHalf: return make(Half{});
-    case at::kBFloat16: return make(BFloat16{});
-    default: TORCH_CHECK_VALUE(false, "`", what, "` is ", x.scalar_type(), ", expected float32, bfloat16 or float16.");
-  }
-}
 
 // What reads a view in `layout`. Its parts are taken from `parts`, in the order of docs/layouts.md.
 template <class Base, template <class> class Plain, class Int8, class Int4, class Int2>
