@@ -213,7 +213,7 @@ def test_beam_scores_are_those_of_the_sequences(model, mode, kind):
         tokens = out.sequences[row, start:].tolist()
         length = next((i + 1 for i, token in enumerate(tokens) if token in ends), len(tokens))
         expected = chosen[row, :length].sum() / length ** kwargs.get("length_penalty", 1.0)
-        assert float(score) == pytest.approx(float(expected), rel=1e-4 if kind == "native" else 2e-2)
+        assert float(score) == pytest.approx(float(expected.detach()), rel=1e-4 if kind == "native" else 2e-2)
 
 
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampling"])
@@ -244,17 +244,20 @@ def _own_attention():
         AttentionMaskInterface._global_mapping.pop(name, None)
 
 
+@pytest.mark.parametrize("build", [tiny_llama, tiny_mistral])
 @pytest.mark.parametrize("implementation", ["eager", "own_masked", "own_unmasked"])
-@pytest.mark.parametrize("mode", ["greedy", "beams", "chunks_of_7", "chunks_of_19", "lookup"])
+@pytest.mark.parametrize("mode", ["greedy", "beams", "chunks_of_7", "chunks_of_19"])
 @pytest.mark.parametrize("lengths", [(41,), (41, 5)], ids=["one", "padded"])
-def test_attention_implementations(implementation, mode, lengths):
-    if mode == "lookup" and len(lengths) > 1:
-        pytest.skip("transformers drafts for one sequence at a time")
-    model = tiny_llama(initializer_range=0.2, attn_implementation=implementation)
-    kwargs = {**MODES, "lookup": {"prompt_lookup_num_tokens": 5}}[mode]
-    assert_same_run(
-        generate(model, prompts(*lengths), **kwargs, **RESIDENT), generate(model, prompts(*lengths), **kwargs)
-    )
+def test_attention_implementations(build, implementation, mode, lengths):
+    model, inputs = build(initializer_range=0.2, attn_implementation=implementation), prompts(*lengths)
+    assert_same_run(generate(model, inputs, **MODES[mode], **RESIDENT), generate(model, inputs, **MODES[mode]))
+
+
+@pytest.mark.parametrize("build", [tiny_llama, tiny_mistral])
+@pytest.mark.parametrize("implementation", ["eager", "own_masked", "own_unmasked"])
+def test_drafts_under_attention_implementations(build, implementation):
+    model, mode = build(initializer_range=0.2, attn_implementation=implementation), {"prompt_lookup_num_tokens": 5}
+    assert_same_run(generate(model, prompts(41), **mode, **RESIDENT), generate(model, prompts(41), **mode))
 
 
 @pytest.mark.parametrize("mode", ["greedy", "beams", "chunks_of_19"])
@@ -263,7 +266,7 @@ def test_attention_implementations(implementation, mode, lengths):
 def test_flex_attention(mode, lengths):
     model = tiny_llama(initializer_range=0.2, attn_implementation="flex_attention", head_dim=16)
     with torch.compiler.set_stance("force_eager"):
-        ours, theirs = (generate(model, prompts(*lengths), **MODES[mode], **kwargs) for kwargs in ({}))
+        ours, theirs = (generate(model, prompts(*lengths), **MODES[mode], **kwargs) for kwargs in (RESIDENT, {}))
     assert_same_run(ours, theirs)
 
 
@@ -276,7 +279,7 @@ def test_half_precision(dtype, implementation, lengths):
     whole = generate(model, prompts(*lengths))
     model.to(dtype)
     errors = []
-    for kwargs in {}:
+    for kwargs in (RESIDENT, {}):
         forced = Forced(whole.sequences[:, max(lengths) :])
         out = generate(model, prompts(*lengths), logits_processor=[forced], **kwargs)
         assert out.sequences.tolist() == whole.sequences.tolist()

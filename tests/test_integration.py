@@ -312,7 +312,7 @@ def unregistered():
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 @pytest.mark.parametrize("kind", ["none", "dynamic", "static", "user_static"])
-@pytest.mark.parametrize("mode", ["greedy", "beams"])
+@pytest.mark.parametrize("mode", ["greedy", "sampling", "chunks_of_19"])
 def test_other_caches_do_as_without_us(unregistered, implementation, kind, mode):
     """Bit for bit."""
     model = tiny_llama(initializer_range=0.2, attn_implementation=implementation)
@@ -323,13 +323,9 @@ def test_other_caches_do_as_without_us(unregistered, implementation, kind, mode)
             "none": {},
             "dynamic": {"cache_implementation": "dynamic"},
             "static": {"cache_implementation": "static"},
-        }
-        if kind == "user_static":
-            if mode == "beams":
-                pytest.skip("transformers wants a static cache of the right batch size")
-            kwargs[kind] = {forward_cache_name(model): StaticCache(config=model.config, max_cache_len=80)}
-        lengths = (40,) if kind == "user_static" else (40, 7)
-        runs.append(generate(model, prompts(*lengths), disable_compile=True, **MODES[mode], **kwargs[kind]))
+            "user_static": {forward_cache_name(model): StaticCache(config=model.config, max_cache_len=80)},
+        }[kind]
+        runs.append(generate(model, prompts(40, 7), disable_compile=True, **MODES[mode], **kwargs))
     before, after = runs
     assert type(before.past_key_values) is type(after.past_key_values)
     assert_same_run(after, before, 0.0)
