@@ -135,7 +135,9 @@ def main() -> None:
 
     table = Table(title=f"{length:,} tokens of text, {len(reference)} of answer", show_lines=True)
     for heading in ("cache", "bytes", "ms per token", "agreement", "answer"):
-        table.add_column(heading, justify="left" if heading in ("cache", "answer") else "right")
+        table.add_column(
+            heading, justify="left" if heading in ("cache", "answer") else "right", no_wrap=heading == "cache"
+        )
     _, base_bytes, base_ms, _, _ = rows[0]
     for name, size, ms, agreement, out in rows:
         table.add_row(
