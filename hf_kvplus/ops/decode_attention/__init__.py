@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import torch
 
 from ...formats import PageFormat
-from . import cpu, reference
+from . import cpu, reference, triton
 
 #: Kernels by the name that `backend` gives them. Each is a module with `DEVICE` (the type it runs on), `missing()` and
 #: `refuses(query, pages, tail_keys, mask)` (why it cannot run here, or not on these arguments) and `decode_attention`.
-KERNELS = {"cpu": cpu}
+KERNELS = {"cpu": cpu, "triton": triton}
 
 
 @dataclass
@@ -62,7 +62,7 @@ def decode_attention(
         softcap: if given, scores become `softcap · tanh(scores / softcap)` before the mask.
         sinks: if given, `[heads]` learned logits that take part in the softmax without a value.
         backend: `"auto"` (the kernel of the device, or the reference where there is none), `"torch"` (the reference) or
-            the name of a kernel, `"cpu"`.
+            the name of a kernel, `"cpu"` or `"triton"`.
 
     Returns:
         `[rows, q, heads, value_dim]` in the dtype of `query`. Sums are accumulated in float32.
