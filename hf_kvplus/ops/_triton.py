@@ -30,11 +30,11 @@ class Packing:
     place and are multiplied by the quotient of the two exponents' biases.
 
     Attributes:
-        steps: per code of the word, in the order of `place`: shift, mask, magic, the same three for the sign, and PTX.
+        steps: for each code of the word, in the order of `place`: shift, mask, magic, the same three for the sign, PTX.
         factor: what 8-bit floats are multiplied by.
     """
 
-    steps: tuple[tuple, ...]
+    steps: tuple[int | str, ...]  # flat: not all versions of triton index tuples of tuples
     factor: float = 1.0
 
 
@@ -62,7 +62,7 @@ def packing(kind: str, dtype: torch.dtype) -> Packing:
             factor = 2.0 ** (bias - (2 ** (exponent - 1) - 1))
             step = (start - (mantissa - fraction), 0x7F << (mantissa - fraction), 0, start - 8, 0x8000, 0)
         multiplier = power(0) if kind == "int8" else power(int(factor).bit_length() - 1)
-        steps.append((*step, _assembly(step, multiplier, "bf16x2" if dtype == torch.bfloat16 else "f16x2")))
+        steps += (*step, _assembly(step, multiplier, "bf16x2" if dtype == torch.bfloat16 else "f16x2"))
     return Packing(tuple(steps), factor)
 
 
@@ -91,19 +91,23 @@ def words(kind: str, part: torch.Tensor) -> torch.Tensor:
 
 
 @triton.jit
-def numbers(words, step: tl.constexpr, factor: tl.constexpr, dtype: tl.constexpr, COMPILED: tl.constexpr):
-    """The codes that `step` of a `Packing` takes out of 16-bit `words`, as `dtype`."""
+def numbers(
+    words, STEPS: tl.constexpr, NUMBER: tl.constexpr, FACTOR: tl.constexpr, dtype: tl.constexpr, COMPILED: tl.constexpr
+):  # fmt: skip
+    """Code NUMBER of each of the 16-bit `words`, as `dtype`. STEPS and FACTOR are those of a `Packing`."""
     half: tl.constexpr = tl.float16 if dtype == tl.float32 else dtype
     if COMPILED:
-        bits = tl.inline_asm_elementwise(step[6], "=r,r", [words], dtype=words.dtype, is_pure=True, pack=2)
+        bits = tl.inline_asm_elementwise(
+            STEPS[7 * NUMBER + 6], "=r,r", [words], dtype=words.dtype, is_pure=True, pack=2
+        )
         return bits.to(half, bitcast=True).to(dtype)
     else:
-        code = _taken(words, step[0], step[1]) | step[2]
-        sign = _taken(words, step[3], step[4]) | step[5]
-        if step[5] != 0:
+        code = _taken(words, STEPS[7 * NUMBER], STEPS[7 * NUMBER + 1]) | STEPS[7 * NUMBER + 2]
+        sign = _taken(words, STEPS[7 * NUMBER + 3], STEPS[7 * NUMBER + 4]) | STEPS[7 * NUMBER + 5]
+        if STEPS[7 * NUMBER + 5] != 0:
             return (_float(code, half) + _float(sign, half)).to(dtype)
         else:
-            return (_float(code | sign, half) * factor).to(dtype)
+            return (_float(code | sign, half) * FACTOR).to(dtype)
 
 
 @triton.jit

@@ -47,7 +47,7 @@ def missing() -> str | None:
 @cache
 def _missing() -> str | None:
     if find_spec("triton") is None:
-        return "triton is not installed: pip install triton"
+        return "triton is not installed: pip install hf-kvplus[triton]"
     if torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0):
         return "the GPU is older than compute capability 8.0"
     return None

@@ -74,7 +74,7 @@ def plan(
     views.sort(key=lambda view: view.rotations[1] == 0)  # the splits of rotated values come first
     masked = _mask_args(mask, kv_heads, heads, tail_keys.shape[2])
     widest = max(dim, value_dim)
-    tiles = [_tile(view, query.dtype, group * tokens, widest, masked["MASK_ROWS"]) for view in views]
+    tiles = [_tile(view, query.dtype, widest, masked["MASK_ROWS"]) for view in views]
     grids = [rows * kv_heads * triton.cdiv(group * tokens, tile.rows) for tile in tiles]
     counts = [_splits(view.slots, grid, tile.resident, query.device) for view, grid, tile in zip(views, grids, tiles)]
     extra = rider is not None or length is not None or tail_keys.shape[2] > 0 or not sum(counts)
@@ -200,24 +200,24 @@ def _view_args(view: View, dtype: torch.dtype, value_dim: int, tile: "_Tile") ->
 class _Tile:
     """What a program works on: query rows and tokens at a time; its warps; programs per multiprocessor at a time."""
 
-    rows: int
+    rows: int = 16
     tokens: int = 64
     warps: int = 2
     resident: int = 5
 
 
-def _tile(view: View, dtype: torch.dtype, rows: int, dim: int, mask_rows: bool) -> _Tile:
+def _tile(view: View, dtype: torch.dtype, dim: int, mask_rows: bool) -> _Tile:
     """Found by compiling (`benchmarks/kernels.py`): the fewest instructions per token that spill no register.
 
     Narrow words want few warps, which would do the same work twice; wide heads and a mask row per query want more.
     """
     key_bits, bits = BITS[view.kinds[0]], min(BITS[kind] for kind in view.kinds)
     if dtype == torch.float32:
-        return _Tile(16, 32, 8, 1) if bits == 16 else _Tile(16, resident=4)
+        return _Tile(tokens=32, warps=8, resident=1) if bits == 16 else _Tile(resident=4)
     if bits >= 8:
-        return _Tile(16) if rows <= 16 else _Tile(32, warps=2 if dim <= 128 else 4, resident=4)
+        return _Tile(warps=4, resident=2) if mask_rows else _Tile()
     if dim > 128:
-        return _Tile(16, warps=4 if key_bits == 2 or mask_rows else 2, resident=3)
+        return _Tile(warps=4 if key_bits == 2 or mask_rows else 2, resident=3)
     if mask_rows:
-        return _Tile(16, 32 if key_bits == 2 else 64, resident=4)
-    return _Tile(16, warps=2 if bits == 2 and 128 % dim else 1, resident=8)
+        return _Tile(tokens=32, resident=4)
+    return _Tile(warps=2 if 128 % dim else 1, resident=8)

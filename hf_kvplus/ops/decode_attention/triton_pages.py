@@ -90,8 +90,8 @@ def _scores(
     elif KEY == "int4" or KEY == "int2":
         # A scale per channel and group of tokens; in a tile of one page, SCALES groups, each of whole parts.
         PARTS: tl.constexpr = 8 // KBITS
-        GROUP: tl.constexpr = min(32, PAGE) if KEY == "int2" else PAGE
-        SCALES: tl.constexpr = min(PAGE // GROUP, PARTS)
+        GROUP: tl.constexpr = 32 if KEY == "int2" and PAGE > 32 else PAGE
+        SCALES: tl.constexpr = PARTS if PAGE // GROUP > PARTS else PAGE // GROUP
         MIDDLE: tl.constexpr = (2**KBITS - 1) / 2
         for i in tl.static_range(SCALES):
             token = i * (PARTS // SCALES) * (PAGE // PARTS) + 2 * start
@@ -110,14 +110,14 @@ def _scores(
                 s = tl.load(KS + at, mask=held, other=0.0).to(tl.float32)
                 z = tl.load(KZ + at, mask=held, other=0.0).to(tl.float32)
             for j in tl.static_range(CODES // SCALES):
-                k = numbers(packed, KSTEPS[i * (CODES // SCALES) + j], KFACTOR, q.dtype, COMPILED)
+                k = numbers(packed, KSTEPS, i * (CODES // SCALES) + j, KFACTOR, q.dtype, COMPILED)
                 if ONE_PAGE:
                     tiles += (dot(scaled, k, base, PRECISION, COMPILED),)
                 else:
                     tiles += (dot(q, affine(k, s, z, 2**KBITS, COMPILED), None, PRECISION, COMPILED),)
     else:
         for i in tl.static_range(CODES):
-            k = numbers(packed, KSTEPS[i], KFACTOR, q.dtype, COMPILED)
+            k = numbers(packed, KSTEPS, i, KFACTOR, q.dtype, COMPILED)
             tiles += (dot(q, k, None, PRECISION, COMPILED),)
     return tiles
 
@@ -159,7 +159,7 @@ def _summed(
             if VALUE == "float":
                 v = packed.to(dtype)
             else:
-                v = numbers(packed, VSTEPS[i * (CODES // V_SCALES) + j], VFACTOR, dtype, COMPILED)
+                v = numbers(packed, VSTEPS, i * (CODES // V_SCALES) + j, VFACTOR, dtype, COMPILED)
             if VALUE == "int4" or VALUE == "int2":
                 if FOLD_V:
                     v = less(v, 2**VBITS + MIDDLE, COMPILED)

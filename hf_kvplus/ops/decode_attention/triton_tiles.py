@@ -40,12 +40,23 @@ def joined(tiles, M: tl.constexpr, T: tl.constexpr):
         return tiles[0]
     elif len(tiles) == 2:  # neighbours
         return tl.join(tiles[0], tiles[1]).reshape(M, T)
-    elif len(tiles) == 4:  # two parts
-        first, second = joined(tiles[:2], M, T // 2), joined(tiles[2:], M, T // 2)
-        return tl.join(first, second).permute(0, 2, 1).reshape(M, T)
+    elif len(tiles) == 4:  # two parts of neighbours
+        return _behind(_beside(tiles[0], tiles[1]), _beside(tiles[2], tiles[3]))
     else:
-        first, second = joined(tiles[:4], M, T // 2), joined(tiles[4:], M, T // 2)
-        return tl.join(first, second).permute(0, 2, 1).reshape(M, T)
+        first = _behind(_beside(tiles[0], tiles[1]), _beside(tiles[2], tiles[3]))
+        return _behind(first, _behind(_beside(tiles[4], tiles[5]), _beside(tiles[6], tiles[7])))
+
+
+@triton.jit
+def _beside(a, b):
+    """Columns of `a` and `b` in turn."""
+    return tl.join(a, b).reshape(a.shape[0], 2 * a.shape[1])
+
+
+@triton.jit
+def _behind(a, b):
+    """The columns of `a`, then those of `b`."""
+    return tl.join(a, b).permute(0, 2, 1).reshape(a.shape[0], 2 * a.shape[1])
 
 
 @triton.jit
