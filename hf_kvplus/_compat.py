@@ -2,7 +2,6 @@
 
 import inspect
 
-from transformers.cache_utils import DynamicCache
 from transformers.generation import configuration_utils
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.utils.output_capturing import _active_collector
@@ -39,7 +38,3 @@ def takes_masks(module) -> bool:
 def valid_strings() -> tuple[str, ...]:
     """What transformers itself accepts as `cache_implementation`."""
     return configuration_utils.ALL_CACHE_IMPLEMENTATIONS
-
-
-def build_dynamic(config) -> DynamicCache:
-    return DynamicCache(config=config)

@@ -194,7 +194,7 @@ def _of_slots(table: torch.Tensor, positions: torch.Tensor, shown: torch.Tensor)
 
 
 def _refuse_eviction(mask, unknown: set[str]) -> None:
-    given = ", ".join(sorted(unknown)) or f"{'no mask' if mask is None else f'a {type(mask).__name__} as its mask'}"
+    given = ", ".join(sorted(unknown)) or ("no mask" if mask is None else f"a {type(mask).__name__} as its mask")
     raise UnsupportedModelError(
         f"The attention of this model takes {given}, which a cache that evicts tokens cannot apply. Use a string "
         "without a retention policy, such as 'paged_int8'"

@@ -31,29 +31,17 @@ def register() -> None:
     """Make transformers know our strings and caches. Importing hf_kvplus does this; once more changes nothing."""
     if _originals:
         return
-    _originals.update(
-        validate=GenerationConfig.validate,
-        validate_mode=GenerationMixin._validate_generation_mode,
-        prepare_static=GenerationMixin._prepare_static_cache,
-        prepare=GenerationMixin._prepare_cache_for_generation,
-        get_interface=AttentionInterface.get_interface,
-    )
-    GenerationConfig.validate = _validate
-    GenerationMixin._validate_generation_mode = _validate_mode
-    GenerationMixin._prepare_static_cache = _prepare_static
-    GenerationMixin._prepare_cache_for_generation = _prepare_cache
-    AttentionInterface.get_interface = _get_interface
+    for owner, name, ours in _HOOKS:
+        _originals[name] = vars(owner)[name]
+        setattr(owner, name, ours)
 
 
 def unregister() -> None:
     """Leave transformers as it was before `register()`."""
     if not _originals:
         return
-    GenerationConfig.validate = _originals["validate"]
-    GenerationMixin._validate_generation_mode = _originals["validate_mode"]
-    GenerationMixin._prepare_static_cache = _originals["prepare_static"]
-    GenerationMixin._prepare_cache_for_generation = _originals["prepare"]
-    AttentionInterface.get_interface = _originals["get_interface"]
+    for owner, name, _ in _HOOKS:
+        setattr(owner, name, _originals[name])
     _originals.clear()
 
 
@@ -93,25 +81,29 @@ def _validate_mode(self, generation_mode, generation_config, *args, **kwargs):
     # An override that does not call the one it overrides never comes to ours.
     if name in registry.names() and any(method not in inspect.unwrap(each).__code__.co_names for each in overrides):
         raise _refused(name, self, "builds a cache of its own")
-    return _originals["validate_mode"](self, generation_mode, generation_config, *args, **kwargs)
+    return _originals["_validate_generation_mode"](self, generation_mode, generation_config, *args, **kwargs)
 
 
 @functools.wraps(GenerationMixin._prepare_static_cache)
 def _prepare_static(self, cache_implementation, *args, **kwargs):
     if cache_implementation in registry.names():  # Janus asks for whatever it was given when it draws an image
         raise _refused(cache_implementation, self, "insists on a StaticCache")
-    return _originals["prepare_static"](self, cache_implementation, *args, **kwargs)
+    return _originals["_prepare_static_cache"](self, cache_implementation, *args, **kwargs)
 
 
 @functools.wraps(GenerationMixin._prepare_cache_for_generation)
 def _prepare_cache(self, generation_config, model_kwargs, generation_mode, batch_size, *args, **kwargs):
-    original = functools.partial(_originals["prepare"], self, generation_config, model_kwargs, generation_mode)
+    original = functools.partial(
+        _originals["_prepare_cache_for_generation"], self, generation_config, model_kwargs, generation_mode
+    )
     name, given = generation_config.cache_implementation, _compat.cache_key(model_kwargs)
     copies = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
     if name not in registry.names() or (given and not generation_config.is_assistant):
         result = original(batch_size, *args, **kwargs)
         if given:
-            _paged_of(model_kwargs[given], lambda cache: cache.expand_prompt(copies))
+            cache = getattr(model_kwargs[given], "self_attention_cache", model_kwargs[given])
+            if isinstance(cache, PagedCache):
+                cache.expand_prompt(copies)
         return result
 
     spec = None if name in registry.FACTORIES else registry.parse(name, generation_config.cache_config)
@@ -157,13 +149,6 @@ class _Name(str):
         return False
 
 
-def _paged_of(cache, action: Callable[[PagedCache], None]) -> None:
-    """Apply `action` to the part of `cache` that is ours, if any."""
-    cache = getattr(cache, "self_attention_cache", cache)
-    if isinstance(cache, PagedCache):
-        action(cache)
-
-
 @functools.wraps(AttentionInterface.get_interface)
 def _get_interface(self, attn_implementation, default):
     return _preceded(_originals["get_interface"](self, attn_implementation, default))
@@ -180,3 +165,13 @@ def _preceded(inner: Callable) -> Callable:
         return inner(module, query, key, value, *args, **kwargs)
 
     return attention
+
+
+#: What is replaced: the class, the name of its method, and our method.
+_HOOKS = (
+    (GenerationConfig, "validate", _validate),
+    (GenerationMixin, "_validate_generation_mode", _validate_mode),
+    (GenerationMixin, "_prepare_static_cache", _prepare_static),
+    (GenerationMixin, "_prepare_cache_for_generation", _prepare_cache),
+    (AttentionInterface, "get_interface", _get_interface),
+)

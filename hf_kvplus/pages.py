@@ -25,12 +25,10 @@ class PagePool:
 
     def new_table(self, rows: int, heads: int, device: torch.device | str = "cpu") -> "BlockTable":
         """An empty block table whose entries keep pages of this pool alive."""
-        table = BlockTable(rows, heads, device)
-        self._tables.add(table)
-        return table
+        return self.adopt(BlockTable(rows, heads, device))
 
     def adopt(self, table: "BlockTable") -> "BlockTable":
-        """Count `table` (a copy made elsewhere) among those that keep pages alive."""
+        """Count `table` among those that keep pages alive."""
         self._tables.add(table)
         return table
 

@@ -36,8 +36,9 @@ class Segment:
             "keys": format.key(page_size, keys.shape[-1], keys.dtype, channel_major=True),
             "values": format.value(page_size, values.shape[-1], values.dtype, channel_major=False),
         }
-        layout = {f"{kind}.{part}": spec for kind, pages in self.formats.items() for part, spec in pages.parts.items()}
+        # Keys and values share a storage, in which the parts of both need names of their own.
         self._names = {kind: {part: f"{kind}.{part}" for part in pages.parts} for kind, pages in self.formats.items()}
+        layout = {self._names[kind][part]: spec for kind, f in self.formats.items() for part, spec in f.parts.items()}
         self.storage = placement.storage(layout, self.device)
         self.pool = PagePool()
         self.table = self.pool.new_table(keys.shape[0], keys.shape[1], self.device)
@@ -154,13 +155,11 @@ class Segment:
             positions = positions[held]
             filled = positions != NO_TOKEN
         self.storage.resize(self.pool.capacity)
-        encoded = {
-            kind: self.formats[kind].encode(_without_holes(self.formats[kind], tokens, filled))
-            for kind, tokens in (("keys", keys), ("values", values))
-        }
-        self.storage.write(
-            numbers, {f"{kind}.{part}": codes for kind, parts in encoded.items() for part, codes in parts.items()}
-        )
+        encoded = {}
+        for kind, tokens in (("keys", keys), ("values", values)):
+            parts = self.formats[kind].encode(_without_holes(self.formats[kind], tokens, filled))
+            encoded |= {self._names[kind][part]: codes for part, codes in parts.items()}
+        self.storage.write(numbers, encoded)
         if self.positions is not None:
             missing = self.pool.capacity - self.positions.shape[0]
             self.positions = torch.nn.functional.pad(self.positions, (0, 0, 0, missing), value=NO_TOKEN)

@@ -1,6 +1,7 @@
 """Prompts, modes of `generate()`, and what it means that two runs are the same."""
 
 import torch
+from conftest import tiny_llama
 from numerics import assert_close
 from torch.nn.functional import pad
 from transformers import LogitsProcessor
@@ -35,6 +36,22 @@ MODES = {
     "one_chunk": {"prefill_chunk_size": 500},
     "uncached": {"use_cache": False},
 }
+
+
+def main_model():
+    """Weights large enough that a token more or less in the cache shows."""
+    model = tiny_llama(initializer_range=0.2)
+    model.generation_config.num_assistant_tokens_schedule = "constant"
+    return model
+
+
+def drafting_model():
+    """Another model, which agrees with `main_model` now and then."""
+    other = main_model()
+    generator = torch.Generator().manual_seed(1)
+    for weight in other.parameters():
+        weight.data += 0.02 * torch.randn(weight.shape, generator=generator)
+    return other
 
 
 def prompts(*lengths: int) -> dict[str, torch.Tensor]:

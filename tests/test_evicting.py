@@ -5,7 +5,19 @@ import copy
 import pytest
 import torch
 from conftest import tiny_llama
-from generating import MODES, ROUNDING, Recorder, assert_same_run, conversation, generate, own_prompt, prompts, tokens
+from generating import (
+    MODES,
+    ROUNDING,
+    Recorder,
+    assert_same_run,
+    conversation,
+    drafting_model,
+    generate,
+    main_model,
+    own_prompt,
+    prompts,
+    tokens,
+)
 from numerics import assert_close
 from reference import Distinct, ReferenceCache, Window, reference_attention
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -33,19 +45,12 @@ MORE = {
 
 @pytest.fixture(scope="module")
 def model():
-    model = tiny_llama(initializer_range=0.2)
-    model.generation_config.num_assistant_tokens_schedule = "constant"
-    return model
+    return main_model()
 
 
 @pytest.fixture(scope="module")
 def assistant():
-    other = tiny_llama(initializer_range=0.2)
-    generator = torch.Generator().manual_seed(1)
-    for weight in other.parameters():
-        weight.data += 0.02 * torch.randn(weight.shape, generator=generator)
-    other.generation_config.num_assistant_tokens_schedule = "constant"
-    return other
+    return drafting_model()
 
 
 @pytest.fixture(params=POLICIES)

@@ -5,7 +5,20 @@ import copy
 import pytest
 import torch
 from conftest import tiny_llama
-from generating import MODES, NEW, ROUNDING, Forced, Recorder, assert_same_run, generate, own_prompt, prompts, tokens
+from generating import (
+    MODES,
+    NEW,
+    ROUNDING,
+    Forced,
+    Recorder,
+    assert_same_run,
+    drafting_model,
+    generate,
+    main_model,
+    own_prompt,
+    prompts,
+    tokens,
+)
 from numerics import assert_close
 from torch.nn.functional import log_softmax, pad
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, MistralConfig, MistralForCausalLM
@@ -27,21 +40,12 @@ EXACT = {
 
 @pytest.fixture(scope="module")
 def model():
-    """Weights large enough that a token more or less in the cache shows."""
-    model = tiny_llama(initializer_range=0.2)
-    model.generation_config.num_assistant_tokens_schedule = "constant"
-    return model
+    return main_model()
 
 
 @pytest.fixture(scope="module")
-def assistant(model):
-    """Another model, which agrees with `model` now and then."""
-    other = tiny_llama(initializer_range=0.2)
-    generator = torch.Generator().manual_seed(1)
-    for weight in other.parameters():
-        weight.data += 0.02 * torch.randn(weight.shape, generator=generator)
-    other.generation_config.num_assistant_tokens_schedule = "constant"
-    return other
+def assistant():
+    return drafting_model()
 
 
 @pytest.fixture(params=EXACT, scope="module")

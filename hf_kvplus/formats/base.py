@@ -1,9 +1,11 @@
 """The contract of a page format, and the table of formats by name."""
 
+import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from types import ModuleType
 from typing import Any, ClassVar
 
 import torch
@@ -113,6 +115,19 @@ class FormatSpec:
         for build in (spec.key, spec.value):
             build(64, 64, torch.float32, channel_major=False)  # what is wrong with them is told now, not in mid-prompt
         return spec
+
+
+def import_extra(module: str, package: str, extra: str, format: str) -> ModuleType:
+    """The optional `module` that `format` needs.
+
+    Raises:
+        ImportError: it is not installed, and which extra of this package brings it.
+    """
+    try:
+        importlib.import_module(module.partition(".")[0])
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ImportError(f"The format {format!r} needs {package}: pip install hf-kvplus[{extra}]") from error
 
 
 FORMATS: dict[str, FormatSpec] = {}

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 
 from ..errors import CacheConfigError
-from .base import FormatSpec, PageFormat, Parts, register_format
+from .base import FormatSpec, PageFormat, Parts, import_extra, register_format
 
 _BLOCK = 64
 
@@ -29,13 +29,7 @@ class BitsAndBytesFormat(PageFormat):
 
     def __init__(self, page_size, dim, dtype, channel_major) -> None:
         super().__init__(page_size, dim, dtype, channel_major)
-        try:
-            import bitsandbytes.functional as library
-        except ImportError as error:
-            raise ImportError(
-                f"The format {self.kind!r} needs bitsandbytes: pip install hf-kvplus[bitsandbytes]"
-            ) from error
-        self.library = library
+        self.library = import_extra("bitsandbytes.functional", "bitsandbytes", "bitsandbytes", self.kind)
         if page_size * dim % _BLOCK:
             raise CacheConfigError(
                 f"`format`: got {self.kind!r} for pages of {page_size} tokens and {dim} channels, accepted: pages of a "

@@ -6,7 +6,7 @@ from typing import ClassVar
 import torch
 
 from ..errors import CacheConfigError
-from .base import FormatSpec, PageFormat, Parts, register_format
+from .base import FormatSpec, PageFormat, Parts, import_extra, register_format
 
 _GROUP = 64
 _SMALLEST, _LARGEST = 2.0**-24, torch.finfo(torch.float16).max
@@ -29,13 +29,8 @@ class QuantoFormat(PageFormat):
 
     def __init__(self, page_size, dim, dtype, channel_major) -> None:
         super().__init__(page_size, dim, dtype, channel_major)
-        try:
-            from optimum import quanto
-        except ImportError as error:
-            raise ImportError(
-                f"The format 'quanto_int{self.bits}' needs optimum-quanto: pip install hf-kvplus[quanto]"
-            ) from error
-        self.quanto, self.qtype = quanto, getattr(quanto, f"qint{self.bits}")
+        self.quanto = import_extra("optimum.quanto", "optimum-quanto", "quanto", f"quanto_int{self.bits}")
+        self.qtype = getattr(self.quanto, f"qint{self.bits}")
         self.rows, self.axis = self.page_shape
         self.group = math.gcd(self.axis, _GROUP)
         if self.group * self.bits % 8:
