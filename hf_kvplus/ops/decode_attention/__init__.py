@@ -7,11 +7,12 @@ from dataclasses import dataclass
 import torch
 
 from ...formats import PageFormat
-from . import cpu, reference
+from . import cpu, reference, triton
 
 #: Kernels by the name that `backend` gives them. Each is a module with `DEVICE` (the type it runs on), `missing()` and
-#: `refuses(query, pages, tail_keys, mask)` (why it cannot run here, or not on these arguments) and `decode_attention`.
-KERNELS = {"cpu": cpu}
+#: `refuses(query, pages, tail_keys, mask)` (why it cannot run here, or not on these arguments), `by_default()` (whether
+#: it runs without being asked for) and `decode_attention`.
+KERNELS = {"cpu": cpu, "triton": triton}
 
 
 @dataclass
@@ -62,7 +63,8 @@ def decode_attention(
         softcap: if given, scores become `softcap · tanh(scores / softcap)` before the mask.
         sinks: if given, `[heads]` learned logits that take part in the softmax without a value.
         backend: `"auto"` (the kernel of the device, or the reference where there is none), `"torch"` (the reference) or
-            the name of a kernel, `"cpu"`.
+            the name of a kernel, `"cpu"` or `"triton"`. `"auto"` takes the Triton kernels only where the environment
+            variable `HF_KVPLUS_TRITON` is 1.
 
     Returns:
         `[rows, q, heads, value_dim]` in the dtype of `query`. Sums are accumulated in float32.
@@ -94,7 +96,9 @@ def _backend(name: str, query, pages, tail_keys, mask):
     if name == "auto":
         device = query.device.type
         for kernel in KERNELS.values():
-            if device != kernel.DEVICE or (query.requires_grad and torch.is_grad_enabled()):
+            if device != kernel.DEVICE or not kernel.by_default():
+                continue
+            if query.requires_grad and torch.is_grad_enabled():
                 continue  # kernels have no backward
             reason = kernel.missing()
             if reason:
@@ -108,8 +112,8 @@ def _backend(name: str, query, pages, tail_keys, mask):
         raise ValueError(f"`backend`: got {name!r}, accepted: 'auto', 'torch', {', '.join(map(repr, KERNELS))}.")
     kernel = KERNELS[name]
     reason = kernel.missing() or kernel.refuses(query, pages, tail_keys, mask)
-    if query.device.type != kernel.DEVICE:
-        reason = f"`query` is on {query.device}"
+    if not reason and query.device.type != kernel.DEVICE:
+        reason = f"`query` is on {query.device}, and this kernel runs on {kernel.DEVICE}"
     if reason:
         raise ValueError(f"`backend`: got {name!r}, which cannot serve here, because {reason}. 'torch' serves always.")
     return kernel

@@ -31,6 +31,10 @@ def missing() -> str | None:
     return _build.load(_SOURCE)
 
 
+def by_default() -> bool:
+    return True
+
+
 def refuses(query, pages, tail_keys, mask) -> str | None:
     """`None` if the kernel reads these arguments, else the argument that it does not."""
     if query.dtype not in _DTYPES or tail_keys.dtype not in _DTYPES:

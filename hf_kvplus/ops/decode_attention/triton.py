@@ -1,0 +1,86 @@
+"""The Triton kernels (`triton_kernels.py`) as `torch.ops.hf_kvplus.decode_attention_triton`.
+
+Every number that changes from step to step may come in a tensor (`columns`, `length`), and nothing below looks at the
+contents of one: a step can be captured in a CUDA graph.
+"""
+
+import torch
+
+from .._triton import DEVICE, by_default, missing
+
+_DTYPES = {torch.float32, torch.bfloat16, torch.float16}
+_KINDS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
+#: Channels must fill whole 16-bit words of the packed axis of values.
+_MULTIPLE = {"native": 1, "int8": 2, "fp8": 2, "int4": 4, "int2": 8}
+_WIDEST = 256
+
+_library = torch.library.Library("hf_kvplus", "FRAGMENT")
+_library.define(
+    "decode_attention_triton(Tensor query, Tensor[] tables, Tensor[] parts, str[] kinds, int[] numbers,"
+    " Tensor tail_keys, Tensor tail_values, Tensor? mask, float scale, float? softcap, Tensor? sinks,"
+    " Tensor? columns, Tensor? length) -> Tensor"
+)
+
+
+@torch.library.register_fake("hf_kvplus::decode_attention_triton", lib=_library)
+def _(query, tables, parts, kinds, numbers, tail_keys, tail_values, *_):
+    rows, heads, q_len, _ = query.shape
+    return query.new_empty((rows, q_len, heads, tail_values.shape[-1]))
+
+
+@torch.library.impl("hf_kvplus::decode_attention_triton", "CompositeExplicitAutograd", lib=_library)
+def _(*args):
+    from . import triton_launch
+
+    return triton_launch.decode_attention(*args)
+
+
+def refuses(query, pages, tail_keys, mask) -> str | None:
+    """`None` if the kernels read these arguments, else the argument that they do not."""
+    if query.dtype not in _DTYPES:
+        return f"`query` is {query.dtype}, read are float32, bfloat16, float16"
+    if query.shape[-1] > _WIDEST:
+        return f"`query` has {query.shape[-1]} channels, read are up to {_WIDEST}"
+    for view in pages:
+        for format in (view.key_format, view.value_format):
+            multiple = _MULTIPLE.get(format.layout)
+            if multiple is None:
+                return f"`pages` has the layout {format.layout!r}, read are {sorted(_MULTIPLE)}"
+            if format.dim > _WIDEST or (not format.channel_major and format.dim % multiple):
+                return f"`pages` has {format.dim} channels, read are multiples of {multiple} up to {_WIDEST}"
+    return None
+
+
+def decode_attention(
+    query, pages, tail_keys, tail_values, mask, scale, softcap, sinks, *, columns=None, length=None
+):  # fmt: skip
+    """As the reference; besides:
+
+    Args:
+        columns: int32 `[views, rows]`, table columns in use of each view; by default all there are.
+        length: int32 `[rows]`, tokens in the tail; by default all there are. The mask keeps a column for every slot.
+    """
+    return torch.ops.hf_kvplus.decode_attention_triton.default(
+        query, *flattened(pages), tail_keys, tail_values, mask, scale, softcap, sinks, columns, length
+    )
+
+
+def flattened(pages) -> tuple[list[torch.Tensor], list[torch.Tensor], list[str], list[int]]:
+    """Views as an operator takes them: tables, parts, kinds, and per format page size, rotation, number of parts."""
+    formats = [format for view in pages for format in (view.key_format, view.value_format)]
+    return (
+        [view.block_table for view in pages],
+        [part for view in pages for parts in (view.keys, view.values) for part in parts.values()],
+        [kind(format) for format in formats],
+        [number for format in formats for number in (format.page_size, format.rotation, len(format.parts))],
+    )
+
+
+def kind(format) -> str:
+    """The name that the kernels give to the pages of a format."""
+    if format.layout == "native":
+        return "float"
+    return _KINDS[format.parts["data"][1]] if format.layout == "fp8" else format.layout
+
+
+__all__ = ["DEVICE", "by_default", "decode_attention", "missing", "refuses"]
