@@ -35,6 +35,12 @@ def takes_masks(module) -> bool:
     return implementation in ALL_MASK_ATTENTION_FUNCTIONS
 
 
+def mask_length(generation_config, model_kwargs: dict) -> int | None:
+    """Tokens, past ones included, that the attention mask of `generate` spans; newer versions drop a mask of ones."""
+    mask = model_kwargs.get("attention_mask")
+    return getattr(generation_config, "_mask_length", None) if mask is None else mask.shape[1]
+
+
 def valid_strings() -> tuple[str, ...]:
     """What transformers itself accepts as `cache_implementation`."""
     return configuration_utils.ALL_CACHE_IMPLEMENTATIONS

@@ -12,10 +12,12 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from . import _compat
 from .errors import UnsupportedModelError
-from .layer import MAX_DECODE_TOKENS, PagedLayer
+from .layer import PagedLayer
+from .masks import of_slots, visible
 from .ops.decode_attention import decode_attention
 from .segment import NO_TOKEN
 from .standin import StandIn
+from .step import MAX_DECODE_TOKENS
 
 # Arguments of attention functions that the fused path honours, or that do not change what it computes.
 _HONOURED = {"scaling", "softcap", "s_aux", "sliding_window", "is_causal", "dropout", "position_bias"}
@@ -42,7 +44,36 @@ def attend(inner: Callable, module: torch.nn.Module, query, key, value, attentio
     """
     if type(value) is not StandIn:
         return inner(module, query, key.dense(), value, attention_mask, **kwargs)
+    if key.layer.reservation is not None and key.fresh is None:
+        fused = _is_known(inner) and not _unknown(kwargs) and not _wants_weights(kwargs)
+        if fused and (attention_mask is None or isinstance(attention_mask, torch.Tensor)):
+            return _attend_in_step(inner, module, query, key, attention_mask, kwargs), None
+        if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 4 and key.layer.masked_by_positions:
+            return inner(module, query, key.dense(), value.dense(), attention_mask, **kwargs)
+    return _attend_on_host(inner, module, query, key, value, attention_mask, kwargs)
+
+
+def _attend_in_step(inner: Callable, module, query, key: StandIn, mask, kwargs: dict) -> torch.Tensor:
+    """The fused path over the tensors of a reservation."""
+    reservation = key.layer.reservation
+    if mask is None and reservation.padded:
+        raise _no_mask()
+    full, new = mask is not None and mask.ndim == 4, query.shape[2]
+    return reservation.attend(
+        query,
+        mask,
+        scale=kwargs.get("scaling") or query.shape[-1] ** -0.5,
+        window=None if full else kwargs.get("sliding_window"),
+        causal=not full and new > 1 and _is_causal(module, kwargs),
+        **_score_options(inner, kwargs),
+    )
+
+
+@torch.compiler.disable
+def _attend_on_host(inner: Callable, module, query, key: StandIn, value: StandIn, attention_mask, kwargs: dict):
     layer: PagedLayer = key.layer
+    if key.fresh is None and layer.reservation is not None:
+        layer.take_back()
     mask, new, evicts = attention_mask, query.shape[2], layer.retention is not None
     readable = mask is None or (isinstance(mask, torch.Tensor) and mask.ndim in (2, 4))
     by_position = not readable or bool(_unknown(kwargs))  # what is given cannot be rearranged as the slots are
@@ -57,6 +88,7 @@ def attend(inner: Callable, module: torch.nn.Module, query, key, value, attentio
             )
         out = inner(module, query, key.fresh, value.fresh, mask, **kwargs)
         layer.commit(padding_of(mask, layer, new))
+        layer.resume()
         return out
 
     if readable and not evicts and layer.sealed.has_null:
@@ -69,20 +101,19 @@ def attend(inner: Callable, module: torch.nn.Module, query, key, value, attentio
         keys, values = (layer.contiguous(name)[:, :, span] for name in ("keys", "values"))
         result = inner(module, query, keys, values, mask, **kwargs)
     elif decodes and _is_known(inner) and not by_position and not _wants_weights(kwargs):
-        if inner is sdpa_attention_forward:  # it passes these over (transformers 5.17), and so must we
-            kwargs.update(softcap=None, s_aux=None)
         out = decode_attention(
             query,
             layer.sealed.view(),
             *layer.unsealed(),
             slot_mask(layer, mask, new, module, kwargs),
             scale=kwargs.get("scaling") or query.shape[-1] ** -0.5,
-            softcap=kwargs.get("softcap"),
-            sinks=kwargs.get("s_aux"),
+            **_score_options(inner, kwargs),
         )
         result = out, None
     else:
         slots = mask
+        if readable and mask is not None and mask.shape[-1] > layer.seen:  # made for a reservation, taken back since
+            slots = mask[..., : layer.seen]
         if evicts:
             slots = slot_mask(layer, mask, new, module, kwargs)
             if slots is not None and slots.shape[1] not in (1, query.shape[1]):
@@ -94,7 +125,20 @@ def attend(inner: Callable, module: torch.nn.Module, query, key, value, attentio
         if evicts and result[1] is not None:
             result = result[0], _weights_by_position(result[1], layer, new)
     layer.commit()
+    layer.resume()
     return result
+
+
+def _score_options(inner: Callable, kwargs: dict) -> dict:
+    """Softcap and sinks of the call, unless `inner` passes them over (sdpa in transformers 5.17): we must then too."""
+    if inner is sdpa_attention_forward:
+        return {"softcap": None, "sinks": None}
+    return {"softcap": kwargs.get("softcap"), "sinks": kwargs.get("s_aux")}
+
+
+def _is_causal(module, kwargs: dict) -> bool:
+    causal = kwargs.get("is_causal")
+    return getattr(module, "is_causal", True) if causal is None else causal
 
 
 def _weights_by_position(weights: torch.Tensor, layer: PagedLayer, new: int) -> torch.Tensor:
@@ -134,7 +178,7 @@ def slot_mask(layer: PagedLayer, mask, new: int, module, kwargs) -> torch.Tensor
         return shown
     bias = bias[..., : layer.seen]
     if layer.retention is not None:
-        bias, shown = _of_slots(bias, layer.slot_positions(), shown)
+        bias, shown = of_slots(bias, layer.slot_positions(), shown)
     if shown is None:
         return bias
     return torch.where(shown, bias, torch.finfo(bias.dtype).min) if shown.dtype == torch.bool else bias + shown
@@ -145,9 +189,7 @@ def _visible_slots(layer: PagedLayer, mask, new: int, module, kwargs) -> torch.T
     evicts, full = layer.retention is not None, mask is not None and mask.ndim == 4
     if full and not evicts:
         return mask[..., : layer.slots]
-    causal = kwargs.get("is_causal")
-    causal = getattr(module, "is_causal", True) if causal is None else causal
-    order = not full and new > 1 and causal  # a full mask has causality and windows in it already
+    order = not full and new > 1 and _is_causal(module, kwargs)  # a full mask has causality and windows in it already
     window = None if full else kwargs.get("sliding_window")
     if not evicts and mask is None and not order and (window is None or layer.seen <= window):
         return None
@@ -157,40 +199,12 @@ def _visible_slots(layer: PagedLayer, mask, new: int, module, kwargs) -> torch.T
         positions = positions if layer.retention.per_head else positions[:, :1]
     else:
         positions = torch.arange(layer.seen, device=layer.device)[None, None]
-    queries = torch.arange(layer.seen - new, layer.seen, device=layer.device)
-    allowed = (positions != NO_TOKEN)[:, :, None].expand(-1, -1, new, -1)
-    if order:
-        allowed = allowed & (positions[:, :, None] <= queries[:, None])
-    if window is not None:
-        allowed = allowed & (positions[:, :, None] > queries[:, None] - window)
+    queries, kept = torch.arange(layer.seen - new, layer.seen, device=layer.device), None
     if evicts:
         # Where the model masks for itself, hide what a layer of transformers would not hold: some models rely on that.
         own = queries[:1] if layer.masked_by_model else layer.own_positions(queries.expand(layer.rows, 1, -1))
-        hidden = layer.retention.visible(own, layer.own_positions(positions), layer.own_first)
-        allowed = allowed if hidden is None else allowed & hidden
-    if mask is None:
-        return allowed
-    if not full:
-        mask = mask[:, None, None].bool().expand(-1, -1, new, -1)
-
-    mask, allowed = _of_slots(mask, positions, allowed)
-    if mask.dtype == torch.bool:
-        return mask & allowed
-    return mask.masked_fill(~allowed, torch.finfo(mask.dtype).min)
-
-
-def _of_slots(table: torch.Tensor, positions: torch.Tensor, shown: torch.Tensor):
-    """The columns of `table [rows or 1, heads or 1, new, seen]` that belong to the slots at `positions`.
-
-    Also `shown [rows, heads or 1, new, slots]`, with as many heads.
-    """
-    rows, heads = max(table.shape[0], positions.shape[0]), max(table.shape[1], positions.shape[1])
-    if positions.shape[1] not in (1, heads):
-        positions = positions.repeat_interleave(heads // positions.shape[1], dim=1)
-    if shown.shape[1] not in (1, heads):
-        shown = shown.repeat_interleave(heads // shown.shape[1], dim=1)
-    columns = positions.clamp(min=0).long()[:, :, None].expand(rows, heads, table.shape[2], -1)
-    return table.expand(rows, heads, -1, -1).gather(-1, columns), shown
+        kept = layer.retention.visible(own, layer.own_positions(positions), layer.own_first)
+    return visible(positions, queries, mask, causal=order, window=window, kept=kept)
 
 
 def _refuse_eviction(mask, unknown: set[str]) -> None:
@@ -238,13 +252,17 @@ def _seen_columns(mask: torch.Tensor) -> torch.Tensor:
     return columns
 
 
+def _no_mask() -> ValueError:
+    return ValueError(
+        "`attention_mask` is missing: this cache was filled with a padded batch. Pass the mask of all tokens, past and "
+        "new."
+    )
+
+
 def _refuse_unpadding(mask, layer: PagedLayer) -> None:
     """A page of padding was never stored, so a mask that shows it (or no mask) cannot be honoured."""
     if mask is None:
-        raise ValueError(
-            "`attention_mask` is missing: this cache was filled with a padded batch. Pass the mask of all tokens, "
-            "past and new."
-        )
+        raise _no_mask()
     absent = layer.sealed.missing()[:, 0]
     if bool((_seen_columns(mask)[:, : absent.shape[1]] & absent).any()):
         raise ValueError(

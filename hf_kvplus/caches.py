@@ -27,6 +27,8 @@ class PagedCache(DynamicCache):
         retention: which tokens stay: `None` (all), a name (`"sliding"`, `"keydiff"`) or a `Retention`.
         placement: where pages live: `None` (where their layer runs), `"offloaded"` or a `Placement`.
         page_size: tokens in a page, a power of two from 8 to 256.
+        reserve: tokens per sequence to have room for from the first step on, so that steps can be compiled (see
+            `docs/compile.md`); by default pages are allocated as they are needed.
         options: options of the format, such as `k_format` or `format_by_layer`, and fields of the retention policy and
             the placement that were given by name, such as `window` or `budget`.
 
@@ -47,9 +49,10 @@ class PagedCache(DynamicCache):
         retention: str | Retention | None = None,
         placement: Any = None,
         page_size: int = 64,
+        reserve: int | None = None,
         **options: Any,
     ) -> None:
-        spec = registry.compose(format, retention, placement, {"page_size": page_size, **options})
+        spec = registry.compose(format, retention, placement, {"page_size": page_size, "reserve": reserve, **options})
         if isinstance(config, PreTrainedConfig):
             super().__init__(config=config)
             self._pave(spec)
@@ -95,8 +98,21 @@ class PagedCache(DynamicCache):
 
     @property
     def is_compileable(self) -> bool:
-        """False: a step still decides on the host when to seal a page."""
-        return False
+        """Whether every step is the same tensor operations: all layers are reserved, and none decides on the host."""
+        return bool(self.paged_layers) and super().is_compileable
+
+    def reserve(self, tokens: int | None) -> None:
+        """From the next tokens on, have room for so many per sequence (padding included); `None`: grow as needed.
+
+        With a reservation, decoding can be compiled. `generate` makes one whenever transformers would compile.
+
+        Raises:
+            CacheConfigError: a policy that decides on the host, or pages that move, cannot reserve.
+        """
+        if tokens is not None:
+            registry.check_reserve(tokens, self.spec)
+        for layer in self.paged_layers:
+            layer.reserve(tokens)
 
     def expand_prompt(self, copies: int) -> None:
         """Announce that the next prompt's rows come in groups of `copies` equal ones, whose pages are stored once."""
@@ -145,7 +161,7 @@ class PagedCache(DynamicCache):
 
 def _paged(layer, spec: CacheSpec, format: FormatSpec):
     """The paged layer to stand in `layer`'s place, or `layer` itself if it is of a kind that we leave alone."""
-    build = {"format": format, "placement": spec.placement, "page_size": spec.page_size}
+    build = {"format": format, "placement": spec.placement, "page_size": spec.page_size, "reserve": spec.reserve}
     if type(layer) is DynamicLayer:
         return PagedLayer(**build, retention=spec.retention)
     if type(layer) is DynamicSlidingWindowLayer:

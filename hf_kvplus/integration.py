@@ -15,6 +15,7 @@ from typing import Any
 
 from transformers import GenerationConfig
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
+from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.utils import GenerationMixin
 from transformers.modeling_utils import AttentionInterface
 
@@ -92,24 +93,24 @@ def _prepare_static(self, cache_implementation, *args, **kwargs):
 
 
 @functools.wraps(GenerationMixin._prepare_cache_for_generation)
-def _prepare_cache(self, generation_config, model_kwargs, generation_mode, batch_size, *args, **kwargs):
-    original = functools.partial(
-        _originals["_prepare_cache_for_generation"], self, generation_config, model_kwargs, generation_mode
-    )
+def _prepare_cache(self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length):
+    arguments = generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
+    original = functools.partial(_originals["_prepare_cache_for_generation"], self, *arguments)
     name, given = generation_config.cache_implementation, _compat.cache_key(model_kwargs)
     copies = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
     if name not in registry.names() or (given and not generation_config.is_assistant):
-        result = original(batch_size, *args, **kwargs)
+        result = original()
         if given:
             cache = getattr(model_kwargs[given], "self_attention_cache", model_kwargs[given])
             if isinstance(cache, PagedCache):
                 cache.expand_prompt(copies)
+                _reserve(self, cache, *arguments)
         return result
 
     spec = None if name in registry.FACTORIES else registry.parse(name, generation_config.cache_config)
     generation_config.cache_implementation = None if generation_config.is_assistant else "dynamic"
     try:
-        result = original(batch_size, *args, **kwargs)
+        result = original()
     finally:
         generation_config.cache_implementation = _Name(name)
     key = _compat.cache_key(model_kwargs)
@@ -132,7 +133,27 @@ def _prepare_cache(self, generation_config, model_kwargs, generation_mode, batch
         built.self_attention_cache = cache
     else:
         model_kwargs[key] = cache
+    if spec is not None:
+        _reserve(self, cache, *arguments)
     return result
+
+
+def _reserve(model, cache, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length) -> None:
+    """Have the pages of the whole generation reserved if transformers would compile its steps then."""
+    key = _compat.cache_key(model_kwargs)
+    alone = model_kwargs[key] is cache  # not half of an encoder-decoder's
+    if not (alone and cache.paged_layers and cache.spec.has_fixed_step and generation_mode in _COMPILED):
+        return
+    past, given = int(cache.get_seq_length()), _compat.mask_length(generation_config, model_kwargs)
+    if past and given and generation_config.max_new_tokens:
+        needed = given + generation_config.max_new_tokens  # the length counts new tokens alone, or the past again
+    else:
+        needed = past + max_cache_length
+    needed = max(needed, generation_config.max_cache_len or 0, cache.spec.reserve or 0)
+    step = max(512, 2 ** (needed.bit_length() - 4))  # generations that differ by little share their graphs
+    cache.reserve(-(-needed // step) * step)
+    if not model._valid_auto_compile_criteria(model_kwargs, generation_config):
+        cache.reserve(cache.spec.reserve)
 
 
 def _refused(name: str, model, reason: str) -> UnsupportedModelError:
@@ -151,11 +172,16 @@ class _Name(str):
 
 @functools.wraps(AttentionInterface.get_interface)
 def _get_interface(self, attn_implementation, default):
-    return _preceded(_originals["get_interface"](self, attn_implementation, default))
+    inner = _originals["get_interface"](self, attn_implementation, default)
+    if inner not in _preceded:  # no `functools.cache`: torch.compile warns of those
+        _preceded[inner] = _precede(inner)
+    return _preceded[inner]
 
 
-@functools.cache
-def _preceded(inner: Callable) -> Callable:
+_preceded: dict[Callable, Callable] = {}
+
+
+def _precede(inner: Callable) -> Callable:
     """`inner`, which leaves calls whose key is a stand-in to `attend`."""
 
     @functools.wraps(inner)
@@ -166,6 +192,9 @@ def _preceded(inner: Callable) -> Callable:
 
     return attention
 
+
+#: Modes whose steps transformers may compile.
+_COMPILED = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 
 #: What is replaced: the class, the name of its method, and our method.
 _HOOKS = (

@@ -17,14 +17,13 @@ from transformers.cache_utils import CacheLayerMixin
 from .errors import UnsupportedModelError
 from .formats import FormatSpec
 from .placement import Placement
+from .reservation import Reservation
 from .retention import LayerState, Retention
 from .sealed import SealedTokens
 from .segment import NO_TOKEN
 from .standin import StandIn
+from .step import MAX_DECODE_TOKENS
 from .tail import Tail
-
-#: Up to this many tokens (drafts being verified) are decoded in place; more are a prefill.
-MAX_DECODE_TOKENS = 16
 
 
 class PagedLayer(CacheLayerMixin):
@@ -37,12 +36,15 @@ class PagedLayer(CacheLayerMixin):
         page_size: tokens in a page.
         is_sliding: whether the model gives this layer the mask of its sliding (or chunked) attention.
         masked_by_model: whether that mask hides all that `retention` evicts.
+        reserve: tokens per row to have room for before the first step; `None` grows as needed.
 
     `seen` counts the tokens given, padding included; a token's position is its index among those. Without a retention
     policy every position is stored, in order. The tail always holds the newest positions.
+
+    With a reservation (`reserve`) the state lives in the tensors of `reservation` from the end of the prompt on, and a
+    decode step touches nothing else. What needs the state on the host takes it back first (`take_back`).
     """
 
-    is_compileable = False
     is_croppable = True
     supports_early_init = False
 
@@ -57,11 +59,13 @@ class PagedLayer(CacheLayerMixin):
         page_size: int = 64,
         is_sliding: bool = False,
         masked_by_model: bool = False,
+        reserve: int | None = None,
     ) -> None:
         self.format, self.placement, self.retention = format, placement, retention
         self.page_size, self.is_sliding, self.masked_by_model = page_size, is_sliding, masked_by_model
         self.expansion = 1  # consecutive rows that hold the same prompt (num_beams, num_return_sequences)
         self.record_past = False
+        self.reserved = reserve
         self.reset()
 
     # --- what transformers asks -----------------------------------------------------------------------------------
@@ -80,6 +84,7 @@ class PagedLayer(CacheLayerMixin):
         self._padding: torch.Tensor | None = None  # bool [rows, pending]: which of those are padding
         self._untold = 0  # newest tokens of which is not known yet whether they are padding
         self._grown = False  # pages were sealed since the policy was last asked
+        self.reservation: Reservation | None = None
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self.device, self.dtype = key_states.device, key_states.dtype
@@ -100,11 +105,11 @@ class PagedLayer(CacheLayerMixin):
 
     def get_seq_length(self) -> int:
         """Tokens seen, padding and evicted ones included: the position of the next one."""
-        return self.seen
+        return self.seen if self.reservation is None else self.reservation.seen
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Masks are asked for over all positions; columns of evicted tokens are left out when they are applied."""
-        return self.seen + query_length, 0
+        return (self.seen + query_length if self.reservation is None else self.reservation.capacity), 0
 
     def get_max_length(self) -> int:
         return -1
@@ -114,9 +119,18 @@ class PagedLayer(CacheLayerMixin):
     def activate_past_recording(self) -> None:
         """Announce that `crop` follows the next updates: what it may take back is neither sealed nor evicted."""
         self.record_past = True
+        if self.reservation is not None:
+            self.take_back()
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs) -> tuple[StandIn, StandIn]:
         """Take new tokens `[rows, heads, new, dim]` and return stand-ins for all keys and all values."""
+        if self.reservation is not None and key_states.shape[-2] <= MAX_DECODE_TOKENS:
+            return self.reservation.update(key_states, value_states, self)
+        return self._update(key_states, value_states)
+
+    @torch.compiler.disable
+    def _update(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[StandIn, StandIn]:
+        self.take_back()
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         if key_states.shape[0] != self.rows:
@@ -137,6 +151,36 @@ class PagedLayer(CacheLayerMixin):
             StandIn(self, "keys", torch.Size((*shape, key_states.shape[-1])), key_states if empty else None),
             StandIn(self, "values", torch.Size((*shape, value_states.shape[-1])), value_states if empty else None),
         )
+
+    # --- steps of fixed tensors -----------------------------------------------------------------------------------
+
+    @property
+    def is_compileable(self) -> bool:
+        return self.reserved is not None and not self.record_past
+
+    def reserve(self, tokens: int | None) -> None:
+        """From the next tokens on, have room for so many (padding included) at once; `None`: grow as needed."""
+        if tokens != self.reserved:
+            self.take_back()
+        self.reserved = tokens
+
+    def resume(self) -> None:
+        """Go (back) to steps of fixed tensors, if that was asked for and the prompt is stored."""
+        at_rest = self.is_initialized and self._pending is None and self.opened_at <= self.seen
+        if self.reservation is None and self.is_compileable and at_rest and self.seen <= self.reserved:
+            self.reservation = Reservation(self, self.reserved)
+
+    def take_back(self) -> None:
+        """Have the state on the host again."""
+        if self.reservation is not None:
+            reservation, self.reservation = self.reservation, None
+            reservation.hand_back(self)
+            self._grown = True
+
+    @property
+    def masked_by_positions(self) -> bool:
+        """Whether a mask over positions hides all that a query must not see."""
+        return self.retention is None or self.masked_by_model
 
     # --- reading --------------------------------------------------------------------------------------------------
 
@@ -169,9 +213,8 @@ class PagedLayer(CacheLayerMixin):
         if self.tail.padding is None and self._padding is None:
             return None
         pending = self._pending[0].shape[-2] if self._pending else 0
-        blank = torch.zeros((self.rows, self.tail.length + pending), dtype=torch.bool, device=self.device)
-        tail = blank[:, : self.tail.length] if self.tail.padding is None else self.tail.padding
-        return torch.cat([tail, blank[:, self.tail.length :] if self._padding is None else self._padding], dim=1)
+        blank = torch.zeros((self.rows, pending), dtype=torch.bool, device=self.device)
+        return torch.cat([self.tail.holes(), blank if self._padding is None else self._padding], dim=1)
 
     def own_positions(self, positions: torch.Tensor, rows=slice(None)) -> torch.Tensor:
         """`positions [rows, heads, n]` (of `rows`) as if all padding of a row stood before its first token.
@@ -198,6 +241,8 @@ class PagedLayer(CacheLayerMixin):
 
     def contiguous(self, name: str) -> torch.Tensor:
         """As `dense`, but indexed by position: `[rows, heads, seen, dim]`, zeros where a token was evicted."""
+        if self.reservation is not None:
+            return self.reservation.dense(name)[:, :, : int(self.reservation.seen)]
         dense = self.dense(name)
         if self.retention is None:
             return dense
@@ -211,7 +256,7 @@ class PagedLayer(CacheLayerMixin):
 
     def touch(self, standin: StandIn) -> torch.Tensor:
         """The dense tensor for code that is not our attention function (a model that reshapes keys, say)."""
-        if self.retention is not None and not self.masked_by_model:
+        if not self.masked_by_positions:
             raise UnsupportedModelError(
                 f"This model reads the cached {standin.name} outside of its attention function (inline attention, or "
                 "latents that are expanded), so a cache that evicts tokens cannot serve it. Use a string without a "
@@ -219,7 +264,10 @@ class PagedLayer(CacheLayerMixin):
             )
         if standin.fresh is not None:
             self.commit()
+            self.resume()
             return standin.fresh
+        if self.reservation is not None:
+            return self.reservation.dense(standin.name)[:, :, : standin.shape[2]]
         # A stand-in that outlived later updates still means the tokens of its own time.
         return self.contiguous(standin.name)[:, :, : standin.shape[2]]
 
@@ -385,6 +433,7 @@ class PagedLayer(CacheLayerMixin):
             )
         if tokens_to_remove == 0 or not self.is_initialized:
             return
+        self.take_back()
         self.commit()
         target = max(0, self.seen + tokens_to_remove)
         if target < self.evicted_at:
@@ -403,17 +452,20 @@ class PagedLayer(CacheLayerMixin):
         self._gaps = None if self._gaps is None else self._gaps[:, :target].clone()
         if target < self.opened_at:
             self.opened_at = math.inf
+        self.resume()
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Row `i` becomes what row `beam_idx[i]` was: pages by their numbers, the tail by copy."""
         if not self.is_initialized:
             return
+        self.take_back()
         self.commit()
         self.sealed.select_rows(beam_idx)
         self.tail.select_rows(beam_idx)
         self.first = self.first.index_select(0, beam_idx.to(self.device))
         if self._gaps is not None:
             self._gaps = self._gaps.index_select(0, beam_idx.to(self.device))
+        self.resume()
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Every row `repeats` times, side by side."""
@@ -425,11 +477,13 @@ class PagedLayer(CacheLayerMixin):
 
     def fork(self, repeats: int) -> "PagedLayer":
         """An independent layer with every row `repeats` times, which shares this one's pages."""
+        self.take_back()
         self.commit()
         twin = copy.copy(self)
         if self.is_initialized:
             twin.sealed, twin.tail = self.sealed.fork(), self.tail.copy()
             twin.batch_repeat_interleave(repeats)
+        self.resume()
         return twin
 
     def __deepcopy__(self, memo: dict) -> "PagedLayer":
@@ -441,7 +495,7 @@ class PagedLayer(CacheLayerMixin):
 
     def prefetch(self) -> None:
         """Start bringing this layer's pages to its device, if they live elsewhere."""
-        if self.is_initialized:
+        if self.is_initialized and not self.placement.in_place:
             for segment in self.sealed.segments:
                 segment.storage.prefetch()
 
@@ -451,6 +505,7 @@ class PagedLayer(CacheLayerMixin):
             return {}
         loose = [*(self._pending or ()), self.first, self._gaps, self._padding]
         loose = sum(tensor.nbytes for tensor in loose if tensor is not None)
+        loose += self.reservation.nbytes if self.reservation else 0
         tiers = Counter({str(self.device): self.tail.nbytes + loose})
         for segment in self.sealed.segments:
             tiers.update(segment.bytes_by_tier())

@@ -53,13 +53,21 @@ class PagePool:
 
     def live(self) -> torch.Tensor:
         """The distinct pages named by any table (int64, CPU)."""
-        named = [table.named() for table in self._tables]
-        return torch.unique(torch.cat(named)) if named else torch.empty(0, dtype=torch.int64)
+        return self._places()[0]
+
+    def unshared(self) -> torch.Tensor:
+        """The pages that stand in one place only of the pool's tables (int64, CPU)."""
+        pages, places = self._places()
+        return pages[places == 1]
 
     def shared(self, table: "BlockTable") -> int:
         """How many of the pages that `table` names stand in more than one place of the pool's tables."""
-        pages, places = torch.unique(torch.cat([t.named() for t in self._tables]), return_counts=True)
+        pages, places = self._places()
         return int(torch.isin(pages[places > 1], table.named()).sum())
+
+    def _places(self) -> tuple[torch.Tensor, torch.Tensor]:
+        named = [table.named() for table in self._tables]
+        return torch.unique(torch.cat(named) if named else torch.empty(0, dtype=torch.int64), return_counts=True)
 
     def _grow(self, missing: int) -> None:
         # A sixteenth of slack: few regrowths, and never much more memory than the pages in use.
@@ -117,6 +125,7 @@ class BlockTable:
 
     def replace(self, ids: torch.Tensor) -> None:
         """Make `ids [rows, heads, n]` the whole table."""
+        ids = ids.clone()  # it may be a view of what is forgotten now
         self.truncate(0)
         self.append(ids)
 

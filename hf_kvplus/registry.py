@@ -24,6 +24,12 @@ class CacheSpec:
     retention: Retention | None = None
     placement: Placement = dataclasses.field(default_factory=Resident)
     page_size: int = 64
+    reserve: int | None = None
+
+    @property
+    def has_fixed_step(self) -> bool:
+        """Whether a step can run without the host: pages stay where they are, and no policy looks at single tokens."""
+        return self.placement.in_place and (self.retention is None or self.retention.whole_pages)
 
     def __post_init__(self) -> None:
         if not isinstance(self.format, FormatChoice):
@@ -34,6 +40,19 @@ class CacheSpec:
             raise invalid("retention", self.retention, "None, a `Retention`, or " + ", ".join(RETENTIONS))
         if not isinstance(self.placement, Placement):
             raise invalid("placement", self.placement, "None, a `Placement`, or " + ", ".join(PLACEMENTS))
+        if self.reserve is not None:
+            check_reserve(self.reserve, self)
+
+
+def check_reserve(tokens: Any, spec: CacheSpec) -> None:
+    """Raise if `spec` cannot have room for `tokens` reserved."""
+    if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1:
+        raise invalid("reserve", tokens, "a whole number of tokens from 1, or None")
+    if not spec.has_fixed_step:
+        raise CacheConfigError(
+            f"`reserve`: got {tokens} with {spec.retention or spec.placement}, which decides on the host at every "
+            "step. Accepted: strings that keep all tokens or a sliding window, not offloaded. Leave `reserve` out."
+        )
 
 
 def names() -> tuple[str, ...]:
@@ -84,7 +103,7 @@ def compose(format: str, retention, placement, options: Mapping[str, Any], conte
         "placement": _lookup("placement", placement, PLACEMENTS, Placement),
     }
     fields = {name: _field_names(owner) for name, owner in owners.items()}
-    accepted = ["page_size", *fields["retention"], *fields["placement"], *option_names(format, options)]
+    accepted = ["page_size", "reserve", *fields["retention"], *fields["placement"], *option_names(format, options)]
     for key in options:
         if key not in accepted:
             raise CacheConfigError(
@@ -98,8 +117,7 @@ def compose(format: str, retention, placement, options: Mapping[str, Any], conte
         for part, owner in owners.items()
     }
     built["placement"] = built["placement"] or Resident()
-    if "page_size" in options:
-        built["page_size"] = options["page_size"]
+    built |= {key: options[key] for key in ("page_size", "reserve") if key in options}
     return CacheSpec(format=choose(format, options), **built)
 
 

@@ -7,6 +7,7 @@ import torch
 
 from .formats import FormatSpec, PageFormat
 from .ops.decode_attention import PageView
+from .ops.gather_pages import gather_pages
 from .pages import NULL_PAGE, PagePool
 from .placement import Placement
 
@@ -54,6 +55,11 @@ class Segment:
     def bytes_per_page(self) -> int:
         return sum(format.bytes_per_page() for format in self.formats.values())
 
+    def parts(self) -> list[torch.Tensor]:
+        """All parts of all pages: those of the keys, in the order of their format, then those of the values."""
+        stored = self.storage.view()
+        return [stored[name] for names in self._names.values() for name in names.values()]
+
     def view(self) -> PageView:
         """All pages as the operations read them."""
         parts = self.storage.view()
@@ -70,15 +76,8 @@ class Segment:
 
         In the model's dtype, unless another is given.
         """
-        table = self.table.ids[rows]
-        format, ids = self.formats[kind], table.flatten().long()
-        if self.storage.capacity:
-            tokens = format.decode(self._parts_of(kind, self.storage.read(ids.clamp(min=0))), dtype)
-        else:
-            tokens = torch.zeros((len(ids), self.page_size, format.dim), dtype=dtype or self.dtype, device=self.device)
-        if self.table.has_null:
-            tokens = tokens.masked_fill((ids == NULL_PAGE)[:, None, None], 0)
-        return tokens.reshape(*table.shape[:2], self.slots, format.dim)
+        parts = self._parts_of(kind, self.storage.view())
+        return gather_pages(self.formats[kind], parts, self.table.ids[rows], dtype)
 
     def missing(self) -> torch.Tensor:
         """Bool `[rows, heads, slots]`: slots of pages that are not there."""
@@ -118,6 +117,18 @@ class Segment:
         self.table.drop(doomed)
         return True
 
+    def reserve(self, columns: int) -> None:
+        """Add columns of pages that hold nothing yet, zeroed: whatever is read of them before they are written."""
+        rows, heads, _ = self.table.ids.shape
+        numbers = self.pool.allocate(rows * heads * columns)
+        self.storage.resize(self.pool.capacity)
+        if self.positions is not None:
+            self._resize_positions()
+            self.positions[numbers.to(self.device)] = NO_TOKEN
+        self.table.append(numbers.int().view(rows, heads, columns).to(self.device))
+        for part in self.storage.view().values():
+            part[numbers.to(part.device)] = torch.zeros((), dtype=part.dtype, device=part.device)
+
     def bytes_by_tier(self) -> dict[str, int]:
         """Bytes of the storage and of the tables, by tier."""
         tiers = Counter(self.storage.bytes_by_tier())
@@ -154,25 +165,32 @@ class Segment:
             keys, values = (tokens.index_select(0, held.flatten().nonzero()[:, 0]) for tokens in (keys, values))
             positions = positions[held]
             filled = positions != NO_TOKEN
+            filled = None if bool(filled.all()) else filled
         self.storage.resize(self.pool.capacity)
         encoded = {}
         for kind, tokens in (("keys", keys), ("values", values)):
-            parts = self.formats[kind].encode(_without_holes(self.formats[kind], tokens, filled))
+            if filled is not None:
+                tokens = without_holes(self.formats[kind], tokens, filled)
+            parts = self.formats[kind].encode(tokens)
             encoded |= {self._names[kind][part]: codes for part, codes in parts.items()}
         self.storage.write(numbers, encoded)
         if self.positions is not None:
-            missing = self.pool.capacity - self.positions.shape[0]
-            self.positions = torch.nn.functional.pad(self.positions, (0, 0, 0, missing), value=NO_TOKEN)
+            self._resize_positions()
             self.positions[numbers.to(self.device)] = positions.to(self.positions.dtype)
         return ids.repeat_interleave(rows // ids.shape[0], dim=0).to(self.device)
 
+    def _resize_positions(self) -> None:
+        missing = self.pool.capacity - self.positions.shape[0]
+        if missing:
+            self.positions = torch.nn.functional.pad(self.positions, (0, 0, 0, missing), value=NO_TOKEN)
 
-def _without_holes(format: PageFormat, pages: torch.Tensor, filled: torch.Tensor | None) -> torch.Tensor:
-    """`pages [n, page_size, dim]` with slots that are not `filled` made copies of the first that is.
+
+def without_holes(format: PageFormat, pages: torch.Tensor, filled: torch.Tensor) -> torch.Tensor:
+    """`pages [n, page_size, dim]` with slots that are not `filled [n, page_size]` made copies of the first that is.
 
     Only for formats in which padding and empty slots would widen the range that the tokens share.
     """
-    if filled is None or not format.mixes_tokens or bool(filled.all()):
+    if not format.mixes_tokens:
         return pages
     slots = torch.arange(format.page_size, device=pages.device)
     slots = torch.where(filled, slots, filled.int().argmax(-1, keepdim=True))

@@ -57,6 +57,8 @@ def collect(layers) -> CacheStats:
         tiers.update(layer.bytes_by_tier())
         if not layer.is_initialized:
             continue
+        if layer.reservation is not None:
+            layer = layer.reservation.seen_by(layer)
         keys, values = layer.unsealed()
         used += keys.nbytes + values.nbytes
         for segment in layer.sealed.segments:

@@ -64,6 +64,12 @@ class Tail:
         if padding is not None and bool(padding.any()):
             self.padding = padding.clone()  # not a view that keeps a whole prompt's alive
 
+    def holes(self) -> torch.Tensor:
+        """Bool `[rows, length]`: the slots that hold no token."""
+        if self.padding is not None:
+            return self.padding
+        return torch.zeros((self.rows, self.length), dtype=torch.bool, device=self._keys.device)
+
     def hide(self, slots: torch.Tensor) -> None:
         """Make `slots`, bool `[rows, length]`, hold no token."""
         self.padding = slots if self.padding is None else self.padding | slots

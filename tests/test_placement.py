@@ -86,14 +86,13 @@ def test_the_same_pages_whatever_is_written_resized_and_prefetched(build, data):
 
 def compare(plain, storage, written):
     ids = torch.tensor(sorted(written), dtype=torch.int64)
-    found, read, expected = storage.view(), storage.read(ids.to(storage.device)), plain.view()
+    found, expected = storage.view(), plain.view()
     assert storage.capacity == plain.capacity
     for name, (shape, dtype) in LAYOUT.items():
         assert found[name].shape == (plain.capacity, *shape)
-        assert found[name].dtype == read[name].dtype == dtype
-        assert found[name].device.type == read[name].device.type == storage.device.type
+        assert found[name].dtype == dtype
+        assert found[name].device.type == storage.device.type
         assert torch.equal(found[name].cpu()[ids].float(), expected[name][ids].float())
-        assert torch.equal(read[name].cpu().float(), expected[name][ids].float())
 
 
 @pytest.mark.parametrize("build", STORAGES)

@@ -2,7 +2,9 @@
 
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import partial
 from types import ModuleType
@@ -66,6 +68,8 @@ class PageFormat(ABC):
 
     def refuse_non_finite(self, *ranges: torch.Tensor) -> None:
         """Raise if a smallest or largest number of some group, which stands for the whole group, is not finite."""
+        if not checking():
+            return
         if all(bool(torch.isfinite(r).all()) for r in ranges):
             return
         which = "keys" if self.channel_major else "values"
@@ -75,6 +79,24 @@ class PageFormat(ABC):
             "whole page. Find where the model overflows (float16 is the usual cause: load it with "
             "dtype=torch.bfloat16), or use a 'native' format, which stores them as they are."
         )
+
+
+_checks: ContextVar[bool] = ContextVar("_checks", default=True)
+
+
+def checking() -> bool:
+    """Whether `encode` may look at its numbers, which waits for the device."""
+    return _checks.get()
+
+
+@contextmanager
+def unchecked() -> Iterator[None]:
+    """Encode without looking for infinities and NaN, which cannot be done while a graph is captured."""
+    token = _checks.set(False)
+    try:
+        yield
+    finally:
+        _checks.reset(token)
 
 
 @dataclass(frozen=True)

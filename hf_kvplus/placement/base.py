@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from typing import ClassVar
 
 import torch
 
@@ -38,16 +39,15 @@ class Storage(ABC):
     def bytes_by_tier(self) -> dict[str, int]:
         """Bytes that this storage occupies now, by tier: `"cuda:0"`, `"cpu"`, `"disk"`."""
 
-    def read(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Pages `ids` (int64) on the layer's device, `[n, *shape]` per part."""
-        return {name: part[ids.to(part.device)] for name, part in self.view().items()}
-
     def prefetch(self) -> None:
         """Start bringing the pages to the layer's device; `view` will find them there."""
 
 
 class Placement(ABC):
     """Chooses the storage of each layer. Subclasses are dataclasses: their fields are `cache_config` keys."""
+
+    #: Whether `view` answers with the tensors that hold the pages, so that a step may read and write them in place.
+    in_place: ClassVar[bool] = False
 
     @abstractmethod
     def storage(self, layout: Layout, device: torch.device) -> Storage:

@@ -131,9 +131,6 @@ class DiskStorage(Storage):
         copies, self._visiting = self._visiting.result(), None
         return {name: copy.to(self.device) for name, copy in copies.items()}
 
-    def read(self, ids):
-        return {name: part[ids.to("cpu")].to(self.device) for name, part in self._parts.items()}
-
     def bytes_by_tier(self):
         tiers = {"disk": os.fstat(self._file.fileno()).st_size}
         if self._visiting is not None:

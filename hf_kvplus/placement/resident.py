@@ -45,5 +45,7 @@ class TensorStorage(Storage):
 class Resident(Placement):
     """Pages live on the device of their layer (the default)."""
 
+    in_place = True
+
     def storage(self, layout: Layout, device: torch.device) -> Storage:
         return TensorStorage(layout, device)

@@ -2,6 +2,8 @@
 
 import torch
 
+from ..gather_pages import gather_pages
+
 _BLOCK = 1024  # tokens of one row and head that are decoded at a time
 
 
@@ -16,7 +18,7 @@ def decode_attention(query, pages, tail_keys, tail_values, mask, scale, softcap,
 
     scores = queries.new_empty((*queries.shape[:3], page_slots + tail_keys.shape[2]))
     for view, ids, slots in _blocks(pages):
-        keys = _decoded(view.key_format, view.keys, ids, view.has_null)
+        keys = gather_pages(view.key_format, view.keys, ids, torch.float32)
         scores[..., slots] = queries @ keys.transpose(-1, -2)
     scores[..., page_slots:] = queries @ tail_keys.float().transpose(-1, -2)
 
@@ -25,7 +27,7 @@ def decode_attention(query, pages, tail_keys, tail_values, mask, scale, softcap,
 
     out = weights[..., page_slots:] @ tail_values.float()
     for view, ids, slots in _blocks(pages):
-        out += weights[..., slots] @ _decoded(view.value_format, view.values, ids, view.has_null)
+        out += weights[..., slots] @ gather_pages(view.value_format, view.values, ids, torch.float32)
     return out.view(rows, heads, q_len, -1).transpose(1, 2).to(query.dtype)
 
 
@@ -39,18 +41,6 @@ def _blocks(pages):
             stop = start + ids.shape[-1] * page
             yield view, ids, slice(start, stop)
             start = stop
-
-
-def _decoded(format, parts, ids, has_null):
-    """The tokens of pages `ids [rows, kv_heads, n]` as float32 `[rows, kv_heads, n * page, dim]`."""
-    flat = ids.flatten().long()
-    held = flat >= 0 if has_null else slice(None)
-    found = format.decode({name: part[flat[held]] for name, part in parts.items()}, torch.float32)
-    tokens = found
-    if has_null:  # nothing may stand in for a missing page: there may be no page at all, and 0 * NaN is NaN
-        tokens = found.new_zeros((len(flat), *found.shape[1:]))
-        tokens[held] = found
-    return tokens.reshape(*ids.shape[:2], -1, format.dim)
 
 
 def _softmax(scores, pages, mask, softcap, sinks):
