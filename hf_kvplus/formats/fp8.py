@@ -1,15 +1,17 @@
 """8-bit floating point with a scale of one: no range to look for, half the bytes of 16-bit numbers."""
 
+import warnings
+
 import torch
 
 from ..errors import invalid
-from .base import FormatSpec, PageFormat, Parts, register_format
+from .base import FormatSpec, PageFormat, Parts, checking, register_format
 
 _TYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 
 class Fp8Format(PageFormat):
-    """`x ≈ data`, saturated at what the type holds.
+    """`x ≈ data`, saturated at what the type holds (with a warning).
 
     Args:
         fp8_type: `"e4m3"` (3 bits of mantissa, up to 448) or `"e5m2"` (2 bits, up to 57,344).
@@ -28,10 +30,21 @@ class Fp8Format(PageFormat):
         return {"data": (self.page_shape, self.type)}
 
     def encode(self, pages: torch.Tensor) -> Parts:
-        self.refuse_non_finite(*torch.aminmax(pages))
+        low, high = torch.aminmax(pages)
+        self.refuse_non_finite(low, high)
         largest = torch.finfo(self.type).max
+        if checking() and bool(torch.maximum(-low, high) > largest):
+            self._tell_saturated(largest)
         codes = pages.clamp(-largest, largest).to(self.type)
         return {"data": codes.transpose(1, 2) if self.channel_major else codes}
+
+    def _tell_saturated(self, largest: float) -> None:
+        which, option = ("keys", "k_format") if self.channel_major else ("values", "v_format")
+        warnings.warn(
+            f"Some {which} are beyond ±{largest:,.0f} and are cached as that: {str(self.type)[6:]} holds no more. Use "
+            f"'int8', which has a scale for each token: cache_config={{'{option}': 'int8'}}.",
+            stacklevel=3,
+        )
 
     def decode(self, parts: Parts, dtype: torch.dtype | None = None) -> torch.Tensor:
         data = parts["data"]

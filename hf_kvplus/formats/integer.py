@@ -13,6 +13,7 @@ from .base import FormatSpec, PageFormat, Parts, register_format
 from .rotation import rotate, rotate_rows, rotation_block
 
 _LARGEST = torch.finfo(torch.float16).max
+_TINY = torch.finfo(torch.float32).tiny
 _HALF_STEP = 2.0**-11  # float16 rounds to within this, relatively
 
 
@@ -84,11 +85,6 @@ class PackedFormat(PageFormat):
         return self.axis
 
     @property
-    def inset(self) -> float:
-        """How far inside of a group's extremes, as a fraction of its range, the outermost codes lie."""
-        return 0.0
-
-    @property
     def parts(self):
         shared = (self.rows,), torch.float16
         return {"data": ((self.rows, self.axis // self.per_byte), torch.uint8), "scale": shared, "zero": shared}
@@ -100,7 +96,7 @@ class PackedFormat(PageFormat):
         scale, zero = self._fit(x)
         # Codes are chosen for scale and zero as they are stored, so that rounding those adds no error of its own. A
         # scale of zero (groups as good as constant) encodes as zeros.
-        inverse = torch.where(scale > 0, scale.float().reciprocal(), 0.0)
+        inverse = torch.where(scale != 0, scale.float().reciprocal(), 0.0)
         codes = (x * inverse).add_(0.5 - zero.float() * inverse).clamp_(0, 2**self.bits - 0.5).to(torch.uint8)
         codes = codes.flatten(-2)[..., : self.axis]
         data, *rest = codes.chunk(self.per_byte, dim=-1)
@@ -129,12 +125,20 @@ class PackedFormat(PageFormat):
         """Scale and zero, float16 `[n, rows, groups, 1]`, of groups `x`."""
         low, high = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)  # `aminmax` takes eight times as long
         self.refuse_non_finite(low, high)
-        low, high = low.clamp(-_LARGEST, _LARGEST), high.clamp(-_LARGEST, _LARGEST)
-        # Both are rounded outwards, so that no number of the group falls outside of the codes.
-        low, high = low.lerp(high, self.inset), high.lerp(low, self.inset)
-        zero = (low - low.abs() * _HALF_STEP).clamp(min=-_LARGEST).half()
-        scale = ((high - zero.float()) * ((1 + _HALF_STEP) / (2**self.bits - 1))).half()
+        low, high = self._narrowed(x, low, high)
+        top = 2**self.bits - 1
+        low, high = (end.clamp(-_LARGEST * (top + 1), _LARGEST * (top + 1)) for end in (low, high))
+        # Codes count from the end that is nearer to 0: float16 is finest there, and ends before rotated channels do,
+        # which may be √dim times as large as the tokens. Ends are rounded outwards, so that the codes span the group.
+        down = low.abs() > high.abs()
+        zero, far = torch.where(down, high, low), torch.where(down, low, high)
+        zero = (zero + zero.abs() * torch.where(down, _HALF_STEP, -_HALF_STEP)).clamp(-_LARGEST, _LARGEST).half()
+        scale = ((far - zero.float()) * ((1 + _HALF_STEP) / top)).clamp(-_LARGEST, _LARGEST).half()
         return scale, zero
+
+    def _narrowed(self, x: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where the outermost codes of groups `x` lie, given their extremes: there, unless a format knows better."""
+        return low, high
 
 
 class Int4Format(PackedFormat):
@@ -153,16 +157,19 @@ class Int2Format(PackedFormat):
         return min(32, self.axis)
 
     @property
-    def inset(self) -> float:
-        # Four codes spread over the whole range leave the outer ones to the extremes alone. Measured: KL falls by 60 %
-        # with groups of 32; small groups have tamer extremes. Fitting for least squares instead makes it worse: it
-        # shrinks the numbers, and so flattens the attention.
-        return 0.075 * self.group / 32
-
-    @property
     def parts(self):
         shared = (self.rows, -(-self.axis // self.group)), torch.float16
         return {**super().parts, "scale": shared, "zero": shared}
+
+    def _narrowed(self, x: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        # Four codes spread over the whole range leave the outer ones to the extremes alone. Measured: KL falls by 60 %
+        # with the outer codes 7.5 % of the range inside (small groups have tamer extremes), less where most numbers are
+        # extremes: all of them in a rotated constant. Fitting for least squares instead makes it worse: it shrinks the
+        # numbers, and so flattens the attention.
+        place = (x - low) / (high - low).clamp(min=_TINY)
+        between = (place * (1 - place)).mean(-1, keepdim=True).nan_to_num(0.0)  # 0.19 in normal groups of 32
+        inset = (8 * between).clamp(max=1) * (0.075 * self.group / 32)
+        return low.lerp(high, inset), high.lerp(low, inset)
 
 
 register_format(

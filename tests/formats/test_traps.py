@@ -62,6 +62,21 @@ def test_attention_over_biased_keys(size):
     assert error("plain4", biased) > 1
 
 
+@pytest.mark.parametrize("format", ["int8", *FORMATS_OF_FEW_BITS])
+@pytest.mark.parametrize("size", [1e4, -1e4])
+@pytest.mark.parametrize("backend", ["torch", "cpu"])
+def test_attention_over_keys_and_values_of_1e4(format, size, backend):
+    """Rotated, some channels are beyond float16; where they are below, scales are negative."""
+    layer = layer_of(format, native_pages=0, residual=0)
+    tokens = size * (1 + torch.arange(128.0) / 1e4)[:, None].expand(1, 2, 128, 64)
+    layer.update(tokens, tokens)
+    layer.commit()
+    out = decode_attention(
+        torch.randn(1, 4, 3, 64), layer.sealed.view(), *layer.unsealed(), scale=1e-5, backend=backend
+    )
+    assert (out / size - 1).abs().max() < 0.02
+
+
 @pytest.mark.parametrize("size", [100, 400])
 def test_a_model_whose_key_projection_is_biased(size):
     """As in Qwen2.5-7B. On channels that RoPE turns slowly, so that the bias stays where it is."""
