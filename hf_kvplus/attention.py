@@ -14,7 +14,7 @@ from . import _compat
 from .errors import UnsupportedModelError
 from .layer import PagedLayer
 from .masks import of_slots, visible
-from .ops.decode_attention import decode_attention
+from .ops.decode_attention import decode_attention, has_kernel
 from .segment import NO_TOKEN
 from .standin import StandIn
 from .step import MAX_DECODE_TOKENS
@@ -94,17 +94,19 @@ def _attend_on_host(inner: Callable, module, query, key: StandIn, value: StandIn
     if readable and not evicts and layer.sealed.has_null:
         _refuse_unpadding(mask, layer)
     layer.learn_padding(padding_of(mask, layer, new))
-    decodes = new <= MAX_DECODE_TOKENS or (evicts and "flash" in str(inner.__module__))  # which takes no slot masks
+    pages, tail = layer.sealed.view(), layer.unsealed()
+    from_pages = new <= MAX_DECODE_TOKENS or has_kernel(query, pages, tail[0])
+    from_pages = from_pages or (evicts and "flash" in str(inner.__module__))  # which takes no slot masks
     if evicts and (by_position or unmasked):
         # Without a mask, exactly the tokens that a layer of transformers would hold.
         span = slice(1 - layer.retention.window - new, None) if unmasked else slice(None)
         keys, values = (layer.contiguous(name)[:, :, span] for name in ("keys", "values"))
         result = inner(module, query, keys, values, mask, **kwargs)
-    elif decodes and _is_known(inner) and not by_position and not _wants_weights(kwargs):
+    elif from_pages and _is_known(inner) and not by_position and not _wants_weights(kwargs):
         out = decode_attention(
             query,
-            layer.sealed.view(),
-            *layer.unsealed(),
+            pages,
+            *tail,
             slot_mask(layer, mask, new, module, kwargs),
             scale=kwargs.get("scaling") or query.shape[-1] ** -0.5,
             **_score_options(inner, kwargs),

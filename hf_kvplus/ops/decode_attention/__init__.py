@@ -91,6 +91,11 @@ def decode_attention(
     return chosen.decode_attention(query, pages, tail_keys, tail_values, mask, scale, softcap, sinks)
 
 
+def has_kernel(query: torch.Tensor, pages: Sequence[PageView], tail_keys: torch.Tensor) -> bool:
+    """Whether a kernel would serve this call: prompts too are then faster read from pages than from dense tensors."""
+    return _backend("auto", query, pages, tail_keys, None) is not reference
+
+
 def _backend(name: str, query, pages, tail_keys, mask):
     """The module that serves a call."""
     if name == "auto":
@@ -128,4 +133,4 @@ def _warn_once(message: str) -> None:
         warnings.warn(message, stacklevel=4)
 
 
-__all__ = ["PageView", "decode_attention"]
+__all__ = ["PageView", "decode_attention", "has_kernel"]
