@@ -318,12 +318,14 @@ class PagedLayer(CacheLayerMixin):
     def _settle(self) -> None:
         """Bring the layer to rest: nothing pending, the budget kept, full pages sealed."""
         self.commit()
+        due = self.tail.length - self.format.residual >= self.page_size
+        # Eviction comes first: what is sealed takes the place of what is dropped.
         if self.retention is not None and not self.retention.whole_pages:
             self._evict_tokens()
+        elif self.retention is not None and (due or self._grown):
+            self._evict_pages()
         if self.tail.length - self.format.residual >= self.page_size:
             self._seal_whole_pages(self.tail.keys, self.tail.values, self.tail.padding)
-        if self._grown and self.retention is not None and self.retention.whole_pages:
-            self._evict_pages()
         self._grown = False
 
     def _seal_whole_pages(self, keys, values, padding, margin: int = 0, copies: int = 1) -> None:

@@ -2,7 +2,7 @@
 
 import torch
 
-_STEP = 16  # slots that the buffers grow by: a short tail is a small one
+_STEP = 8  # slots that the buffers grow by: a short tail is a small one
 
 
 class Tail:
