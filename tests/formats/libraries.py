@@ -77,6 +77,19 @@ def check_generate(name):
     assert beams.shape == (2, 108)
 
 
+def check_half_precision(name, dtype):
+    """A model in half precision reads such pages, as near to native pages as a float32 one."""
+    model = tiny_llama().to(dtype)
+    ids = torch.randint(3, 128, (2, 100))
+    call = {"max_new_tokens": 12, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    native, ours = (
+        model.generate(ids, cache_implementation=f"paged_{format}", cache_config={"page_size": 16}, **call).logits
+        for format in ("native", name)
+    )
+    assert ours[1].isfinite().all()
+    assert 0 < relative_rms(ours[1], native[1]) < 0.35
+
+
 def check_missing(name, package, extra, monkeypatch):
     """Without the library: told when the cache is built, with what to install. Other formats are unaffected."""
     monkeypatch.setitem(sys.modules, package, None)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from libraries import SHAPES, built, check_generate, check_hard_pages, check_missing, check_pages
+from libraries import SHAPES, built, check_generate, check_half_precision, check_hard_pages, check_missing, check_pages
 
 from hf_kvplus import CacheConfigError
 
@@ -46,6 +46,13 @@ def test_hard_pages(name, kind):
 def test_generate(name):
     library()
     check_generate(name)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(name, dtype):
+    library()
+    check_half_precision(name, dtype)
 
 
 def test_pages_of_part_blocks_are_refused():

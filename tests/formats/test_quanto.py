@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from libraries import SHAPES, built, check_generate, check_hard_pages, check_missing, check_pages
+from libraries import SHAPES, built, check_generate, check_half_precision, check_hard_pages, check_missing, check_pages
 from numerics import assert_close
 
 from hf_kvplus import CacheConfigError
@@ -54,6 +54,13 @@ def test_hard_pages(name, kind):
 @pytest.mark.usefixtures("library")
 def test_generate(name):
     check_generate(name)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.usefixtures("library")
+def test_half_precision(name, dtype):
+    check_half_precision(name, dtype)
 
 
 @pytest.mark.usefixtures("library")
