@@ -146,3 +146,15 @@ def rotate(x, BLOCK: tl.constexpr):
             x = tl.where(second, total - 2 * pairs, total).reshape(M, N)
         x = x * (BLOCK**-0.5)
     return x
+
+
+@triton.jit
+def hadamard(rows, columns, BLOCK: tl.constexpr, dtype: tl.constexpr):
+    """Entries of the Hadamard matrix in blocks of `BLOCK` channels, times `BLOCK ** 0.5`: 1, -1, 0 between blocks."""
+    i, j = rows[:, None], columns[None, :]
+    odd = i & j & (BLOCK - 1)
+    if BLOCK > 16:
+        odd = odd ^ (odd >> 4)
+    odd = odd ^ (odd >> 2)
+    odd = odd ^ (odd >> 1)
+    return tl.where(i // BLOCK == j // BLOCK, 1.0 - 2.0 * (odd & 1), 0.0).to(dtype)

@@ -1,4 +1,4 @@
-"""The Triton kernels of decode attention against the reference, run by triton's interpreter (see `test_triton.py`)."""
+"""The Triton kernels of decode attention against the reference, under the interpreter."""
 
 import itertools
 
@@ -11,7 +11,7 @@ from hf_kvplus.ops.decode_attention import reference, triton
 
 #: Half precision rounds rotated queries, and the weights; codes and sums are exact. Scores reach 40 in these tests,
 #: and what rounding moves them by is proportional to them.
-LOOSER = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2.5e-2}
+LOOSER = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 DTYPES = [torch.bfloat16, torch.float16]
 
 
@@ -20,42 +20,67 @@ def compared(query, views, keys, values, mask, scale, softcap=None, sinks=None):
     return reference.decode_attention(query.float(), views, keys.float(), values.float(), mask, scale, softcap, sinks)
 
 
-def check(query, views, keys, values, mask=None, scale=None, softcap=None, sinks=None, **lengths):
+def check(query, views, keys, values, mask=None, scale=None, softcap=None, sinks=None):
     """The kernels' output, after comparing it with the reference on float32 queries and tail."""
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     assert triton.refuses(query, views, keys, mask) is None
     with poisoned():
-        actual = triton.decode_attention(query, views, keys, values, mask, scale, softcap, sinks, **lengths)
+        actual = triton.decode_attention(query, views, keys, values, mask, scale, softcap, sinks)
     assert actual.dtype == query.dtype
     expected = compared(query, views, keys, values, mask, scale, softcap, sinks)
     assert_close("output", actual, expected, LOOSER[query.dtype])
     return actual
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, *DTYPES], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", OURS)
 def test_formats(name, dtype):
-    view = make_view(name, 2, 1, 4, 64, 64, 64, dtype, null=[(1, 0, 2)])
+    view = make_view(name, 2, 1, 3, 64, 64, 64, dtype, null=[(1, 0, 2)])
     check(torch.randn(2, 4, 1, 64).to(dtype), [view], make_tail(2, 1, 13, 64, dtype), make_tail(2, 1, 13, 64, dtype))
 
 
-@pytest.mark.parametrize(("dim", "value_dim"), [(80, 80), (96, 96), (128, 128), (256, 256), (64, 128), (192, 112)])
-@pytest.mark.parametrize("name", OURS)
+@pytest.mark.parametrize(
+    ("name", "dim", "value_dim"),
+    [
+        ("native", 80, 80),
+        ("native", 64, 128),
+        ("int8", 192, 112),
+        ("int8", 96, 96),
+        ("fp8", 256, 256),
+        ("int4", 80, 80),
+        ("int4", 256, 256),
+        ("k4v2", 96, 96),
+        ("k4v2", 192, 112),
+        ("int2", 80, 80),
+        ("int2", 128, 128),
+        ("int2", 256, 256),
+    ],
+)
 def test_head_dimensions(name, dim, value_dim):
-    view = make_view(name, 1, 1, 2, 64, dim, value_dim)
+    view = make_view(name, 1, 1, 1, 64, dim, value_dim)
     check(torch.randn(1, 3, 1, dim), [view], make_tail(1, 1, 5, dim), make_tail(1, 1, 5, value_dim))
 
 
-@pytest.mark.parametrize("page", [8, 16, 32, 128, 256])
-@pytest.mark.parametrize("name", OURS)
+@pytest.mark.parametrize(
+    ("name", "page"),
+    [
+        *itertools.product(("int4", "int2"), (8, 16, 32, 128, 256)),
+        ("native", 8),
+        ("int8", 16),
+        ("k4v2", 32),
+        ("fp8", 256),
+    ],
+)
 def test_page_sizes(name, page):
-    columns = max(1, 144 // page)
+    columns = max(1, 96 // page)
     view = make_view(name, 1, 2, columns, page, 64, 64, null=[(0, 1, columns - 1)])
     check(torch.randn(1, 4, 1, 64), [view], make_tail(1, 2, 5, 64), make_tail(1, 2, 5, 64))
 
 
-@pytest.mark.parametrize("group", [1, 4, 7, 8])
-@pytest.mark.parametrize(("name", "tokens"), [("int8", 1), ("int4", 5), ("int2", 16), ("native", 16)])
+@pytest.mark.parametrize(
+    ("name", "tokens", "group"),
+    [("int8", 1, 8), ("fp8", 1, 7), ("int4", 5, 4), ("k4v2", 5, 1), ("int2", 16, 1), ("native", 3, 7), ("int8", 5, 8)],
+)
 def test_groups_of_queries(name, tokens, group):
     view = make_view(name, 1, 1, 2, 32, 64, 64)
     mask = torch.ones(tokens, 64 + tokens, dtype=torch.bool).tril(diagonal=64)[None, None]
@@ -63,13 +88,12 @@ def test_groups_of_queries(name, tokens, group):
     check(query, [view], make_tail(1, 1, tokens, 64), make_tail(1, 1, tokens, 64), mask)
 
 
-@pytest.mark.parametrize("q_len", [1, 5])
-@pytest.mark.parametrize("kind", MASKS)
+@pytest.mark.parametrize(("kind", "q_len"), zip(MASKS, itertools.cycle((1, 3))))
 def test_masks(kind, q_len):
     rows, heads, kv_heads = 2, 4, 2
-    views = [make_view("native", rows, kv_heads, 1, 16, 64, 64), make_view("int4", rows, kv_heads, 5, 16, 64, 64)]
+    views = [make_view("native", rows, kv_heads, 1, 16, 64, 64), make_view("int4", rows, kv_heads, 4, 16, 64, 64)]
     tail = make_tail(rows, kv_heads, 11, 64)
-    mask = MASKS[kind](rows, heads, kv_heads, q_len, 6 * 16 + 11)
+    mask = MASKS[kind](rows, heads, kv_heads, q_len, 5 * 16 + 11)
     check(torch.randn(rows, heads, q_len, 64), views, tail, tail, mask)
 
 
@@ -90,23 +114,21 @@ def test_a_mask_of_the_lowest_number_hides_nothing_where_it_is_everywhere():
 
 
 @pytest.mark.parametrize("sinks", [None, torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("softcap", [None, 0.7, 50.0])
+@pytest.mark.parametrize("softcap", [None, 0.7])
 def test_softcap_and_sinks(softcap, sinks):
     views, tail = [make_view("int4", 1, 2, 3, 32, 64, 64)], make_tail(1, 2, 9, 64)
     sinks = None if sinks is None else torch.randn(8).to(sinks)
     check(torch.randn(1, 8, 3, 64), views, tail, tail, softcap=softcap, sinks=sinks, scale=0.3)
 
 
-@pytest.mark.parametrize(
-    "names", [("native", "k4v2"), ("int4", "native"), ("int2", "int8", "fp8"), ("native", "native")]
-)
+@pytest.mark.parametrize("names", [("native", "k4v2"), ("int4", "native"), ("int2", "int8", "fp8")])
 def test_several_views(names):
     """Rotated and plain ones, before and after each other, in pages of different sizes."""
     views = [make_view(name, 2, 1, 2 + i, 16 << i, 64, 64) for i, name in enumerate(names)]
     check(torch.randn(2, 3, 2, 64), views, make_tail(2, 1, 7, 64), make_tail(2, 1, 7, 64))
 
 
-@pytest.mark.parametrize("length", [0, 1, 63, 64, 65, 200])
+@pytest.mark.parametrize("length", [0, 1, 63, 65])
 def test_lengths_and_strides_of_the_tail(length):
     view = make_view("int8", 2, 2, 2, 16, 64, 80)
     keys, values = make_tail(2, 2, length, 64), make_tail(2, 2, length, 80)
@@ -121,34 +143,49 @@ def test_many_splits(monkeypatch):
 
     monkeypatch.setattr(triton_launch, "_multiprocessors", lambda device: 10**6)
     monkeypatch.setattr(triton_launch, "_FEWEST", 8)
-    view, tail = make_view("int4", 1, 1, 60, 8, 256, 256), make_tail(1, 1, 3, 256)
-    check(torch.randn(1, 2, 1, 256), [view], tail, tail, (torch.arange(483) > 200)[None, None, None])
+    view, tail = make_view("int4", 1, 1, 40, 8, 256, 256), make_tail(1, 1, 3, 256)
+    check(torch.randn(1, 2, 1, 256), [view], tail, tail, (torch.arange(323) > 150)[None, None, None])
 
 
-@pytest.mark.parametrize("name", ["native", "int8", "int4"])
-def test_lengths_read_from_tensors(name):
-    """Tables and tails larger than what is in use, by row: as if they were cut."""
-    view, rider = make_view(name, 2, 2, 6, 16, 64, 64), make_view("native", 2, 2, 2, 16, 64, 64)
-    keys, values, query = make_tail(2, 2, 20, 64), make_tail(2, 2, 20, 64), torch.randn(2, 4, 2, 64)
-    columns = torch.tensor([[2, 1], [4, 6]], dtype=torch.int32)
-    length = torch.tensor([20, 3], dtype=torch.int32)
-    slots = torch.arange(32 + 96 + 20)
-    mask = torch.stack(
-        [
-            torch.where(slots < 32, slots < 16 * r, torch.where(slots < 128, slots < 32 + 16 * c, slots < 128 + t))
-            for r, c, t in zip(*columns.tolist(), length.tolist())
-        ]
-    )[:, None, None]
-    given = (query, [rider, view], keys, values)
-    expected = reference.decode_attention(*given, mask, 0.1, None, None)
-    unused = {r: slice(t, None) for r, t in enumerate(length.tolist())}
-    for row, rest in unused.items():
-        keys[row, :, rest] = values[row, :, rest] = torch.nan
-    for read, used in ((rider, columns[0]), (view, columns[1])):
-        for row, count in enumerate(used.tolist()):
-            read.block_table[row, :, count:] = 10**6  # beyond what is in use, anything
-    actual = triton.decode_attention(*given, None, 0.1, None, None, columns=columns, length=length)
-    assert_close("output", actual, expected, 1e-5)
+def spoil(view, shown):
+    """Fill what `shown [rows, slots]` hides with NaN: whole pages, and slots of pages where they can hold one."""
+    page = view.key_format.page_size
+    shown = shown.unflatten(-1, (-1, page))[:, None].expand(*view.block_table.shape, page)
+    hidden = torch.ones(view.keys["data"].shape[0], page, dtype=torch.bool)
+    for ids, slots in zip(view.block_table.flatten().tolist(), shown.flatten(0, 2)):
+        hidden[ids] &= ~slots
+    for format, parts in ((view.key_format, view.keys), (view.value_format, view.values)):
+        for name, part in parts.items():
+            apart = part.is_floating_point() and not (format.mixes_tokens and format.channel_major)
+            doomed = hidden if apart else hidden.all(-1, keepdim=True)
+            shape = [len(part)] + [1] * (part.ndim - 1)
+            shape[2 if format.channel_major and name == "data" else 1] = doomed.shape[1]
+            bits = part.view({1: torch.int8, 2: torch.int16, 4: torch.int32}[part.dtype.itemsize])
+            bits.masked_fill_(doomed.view(shape), 0x7F if part.dtype.itemsize == 1 else -1)
+
+
+@pytest.mark.parametrize(("name", "page"), [*((name, 64) for name in OURS), ("int2", 8), ("native", 16), ("int4", 128)])
+def test_what_a_mask_hides_may_be_anything(name, page):
+    """As in a captured step: tables and tails with room for tokens to come, what is not there yet uninitialised."""
+    rider, view = make_view("native", 2, 1, 2, page, 64, 64), make_view(name, 2, 1, 256 // page, page, 64, 64)
+    for each in (rider, view):
+        each.block_table[-1] = each.block_table[-1].flip(-1)  # rows of other lengths share no page
+    tail = [make_tail(2, 1, 40, 64) for _ in range(2)]
+    starts = torch.tensor([0, rider.tokens, rider.tokens + view.tokens, rider.tokens + view.tokens + 40])
+    used = torch.tensor([[page, 3 * page // 2, 40], [2 * page, 0, 7]])  # tokens of each view and the tail, by row
+    used[1, 1] = 2 * page
+    slots = torch.arange(int(starts[-1]))
+    shown = torch.stack([sum((slots >= s) & (slots < s + n) for s, n in zip(starts, row)) > 0 for row in used])
+    query, mask = torch.randn(2, 4, 1, 64), shown[:, None, None]
+    expected = compared(query, [rider, view], *tail, mask, 0.1)
+    for each, start in ((rider, 0), (view, rider.tokens)):
+        spoil(each, shown[:, start : start + each.tokens])
+    for x in tail:
+        x[~shown[:, None, starts[2] :]] = float("nan")
+    for given in (mask, torch.zeros(mask.shape).masked_fill(~mask, float("-inf"))):
+        with poisoned():
+            out = triton.decode_attention(query, [rider, view], *tail, given, 0.1, None, None)
+        assert_close("output", out, expected, 2e-5)
 
 
 def test_channels_of_large_bias():
@@ -198,5 +235,5 @@ def test_tokens_of_extreme_size_in_float16():
 def test_as_an_operator():
     """Schema, fake implementation and tracing."""
     views, tail = [make_view("int8", 1, 1, 2, 16, 64, 80)], (make_tail(1, 1, 5, 64), make_tail(1, 1, 5, 80))
-    args = (torch.randn(1, 2, 1, 64), *triton.flattened(views), *tail, None, 0.1, None, None, None, None)
+    args = (torch.randn(1, 2, 1, 64), *triton.flattened(views), *tail, None, 0.1, None, None)
     torch.library.opcheck(torch.ops.hf_kvplus.decode_attention_triton.default, args)

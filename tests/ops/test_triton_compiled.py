@@ -15,16 +15,11 @@ _spec = importlib.util.spec_from_file_location("compiled_kernels", _file)
 kernels = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(kernels)
 
-#: Bytes that the compiler keeps in memory where registers run out, by format, capability, channels and whether each
-#: query has a mask row of its own. Nothing else spills.
-SPILLS = {("k4v2", 100, 128, False): 16, ("int2", 90, 96, False): 48, ("int2", 90, 128, True): 16}
-
 
 def check(name, capability, **shape):
     figures = kernels.report(name, capability, **shape)
-    allowed = SPILLS.get((name, capability, figures["dim"], shape.get("masked", False)), 0)
-    assert figures["spilled_bytes"] <= allowed, figures
-    assert figures["local_accesses"] <= allowed, figures
+    assert figures["spilled_bytes"] == 0, figures
+    assert figures["local_accesses"] == 0, figures
     assert figures["loads_128"] > 0, figures
     assert figures["matrix_instructions"] > 0, figures
     assert figures["shared_bytes"] <= kernels.DEVICES[capability]["shared_program"], figures
@@ -38,30 +33,49 @@ def test_every_format_and_architecture(name, capability):
 
 
 @pytest.mark.parametrize(
-    ("name", "shape"),
+    ("name", "capability", "shape"),
     [
-        ("int8", {"dtype": torch.float16}),
-        ("int4", {"dtype": torch.float16}),
-        ("native", {"dtype": torch.float32}),
-        ("int8", {"dtype": torch.float32}),
-        ("int4", {"dim": 64}),
-        ("int4", {"dim": 80}),
-        ("k4v2", {"dim": 96}),
-        ("int2", {"dim": 96}),
-        ("int8", {"dim": 256}),
-        ("int2", {"dim": 256}),
-        ("native", {"tokens": 16, "masked": True}),
-        ("int8", {"tokens": 16, "masked": True, "group": 7}),
-        ("int4", {"tokens": 5, "masked": True, "softcap": 30.0}),
-        ("int2", {"tokens": 5, "masked": True}),
+        ("int8", 80, {"dtype": torch.float16}),
+        ("int4", 90, {"dtype": torch.float16}),
+        ("native", 90, {"dtype": torch.float32}),
+        ("int8", 90, {"dtype": torch.float32}),
+        ("int4", 90, {"dim": 64}),
+        ("int2", 100, {"dim": 64}),
+        ("int4", 90, {"dim": 80}),
+        ("k4v2", 80, {"dim": 80}),
+        ("k4v2", 100, {"dim": 96}),
+        ("int2", 80, {"dim": 96}),
+        ("int2", 90, {"dim": 96}),
+        ("int8", 90, {"dim": 256}),
+        ("native", 90, {"dim": 256}),
+        ("k4v2", 90, {"dim": 256}),
+        ("int2", 90, {"dim": 256}),
+        ("int2", 100, {"dim": 96, "masked": True}),
+        ("native", 80, {"tokens": 16, "masked": True}),
+        ("int8", 90, {"tokens": 16, "masked": True, "group": 7}),
+        ("fp8", 100, {"tokens": 5, "masked": True}),
+        ("int4", 90, {"tokens": 5, "masked": True, "softcap": 30.0}),
+        ("k4v2", 100, {"tokens": 5, "masked": True}),
+        ("int2", 80, {"tokens": 5, "masked": True}),
+        ("int2", 90, {"tokens": 5, "masked": True}),
     ],
     ids=str,
 )
-def test_other_shapes(name, shape):
-    check(name, 90, **shape)
+def test_other_shapes(name, capability, shape):
+    """In `shape`, a group of 16 by default: with fewer, the compiler leaves out what it knows to be zero."""
+    check(name, capability, **{"group": 16, **shape})
 
 
-def test_the_sum_over_splits():
-    for name in ("native", "int4"):
-        figures = kernels.inspect(kernels.compile_for(kernels.launches(name)[-1], 90), 90)
-        assert figures["spilled_bytes"] == 0
+@pytest.mark.parametrize("name", kernels.FORMAT_NAMES)
+def test_a_captured_step(name):
+    """One query token, and a mask over reserved pages."""
+    check(name, 90, masked=True)
+
+
+@pytest.mark.parametrize("name", ["native", "int4"])
+def test_the_kernels_around_it(name):
+    """What finds the visible pages, and the sum over the splits."""
+    first, *_, last = kernels.launches(name, tokens=5, masked=True)
+    for launch in (first, last):
+        figures = kernels.inspect(kernels.compile_for(launch, 90), 90)
+        assert figures["spilled_bytes"] == figures["local_accesses"] == 0

@@ -1,7 +1,7 @@
 """The Triton kernels (`triton_kernels.py`) as `torch.ops.hf_kvplus.decode_attention_triton`.
 
-Every number that changes from step to step may come in a tensor (`columns`, `length`), and nothing below looks at the
-contents of one: a step can be captured in a CUDA graph.
+Nothing below looks at the contents of a tensor: a step can be captured in a CUDA graph. Its tables and tails have room
+for tokens to come, and the mask hides what does not count yet; pages that it hides wholly are not read.
 """
 
 import torch
@@ -17,8 +17,7 @@ _WIDEST = 256
 _library = torch.library.Library("hf_kvplus", "FRAGMENT")
 _library.define(
     "decode_attention_triton(Tensor query, Tensor[] tables, Tensor[] parts, str[] kinds, int[] numbers,"
-    " Tensor tail_keys, Tensor tail_values, Tensor? mask, float scale, float? softcap, Tensor? sinks,"
-    " Tensor? columns, Tensor? length) -> Tensor"
+    " Tensor tail_keys, Tensor tail_values, Tensor? mask, float scale, float? softcap, Tensor? sinks) -> Tensor"
 )
 
 
@@ -51,17 +50,9 @@ def refuses(query, pages, tail_keys, mask) -> str | None:
     return None
 
 
-def decode_attention(
-    query, pages, tail_keys, tail_values, mask, scale, softcap, sinks, *, columns=None, length=None
-):  # fmt: skip
-    """As the reference; besides:
-
-    Args:
-        columns: int32 `[views, rows]`, table columns in use of each view; by default all there are.
-        length: int32 `[rows]`, tokens in the tail; by default all there are. The mask keeps a column for every slot.
-    """
+def decode_attention(query, pages, tail_keys, tail_values, mask, scale, softcap, sinks):
     return torch.ops.hf_kvplus.decode_attention_triton.default(
-        query, *flattened(pages), tail_keys, tail_values, mask, scale, softcap, sinks, columns, length
+        query, *flattened(pages), tail_keys, tail_values, mask, scale, softcap, sinks
     )
 
 

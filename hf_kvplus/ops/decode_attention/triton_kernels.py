@@ -9,9 +9,9 @@ base 2), the total of the weights `[M]`, a bias `[M, 32]` and the sums `[M, word
 import triton
 import triton.language as tl
 
-from .._triton_codes import place, rotate
+from .._triton_codes import hadamard, place, rotate
 from .triton_pages import attend_pages, lift
-from .triton_tiles import LOG2E, dot, shown, softmax_step
+from .triton_tiles import LOG2E, dot, load_mask, shown, softmax_step
 
 
 @triton.jit
@@ -21,6 +21,19 @@ def _start(M: tl.constexpr, WORDS: tl.constexpr, CODES: tl.constexpr):
     for _ in tl.static_range(CODES):
         sums += (tl.zeros([M, WORDS], tl.float32),)
     return tl.full([M], float("-inf"), tl.float32), tl.zeros([M], tl.float32), tl.zeros([M, 32], tl.float32), sums
+
+
+@triton.jit
+def _rotated(Q, held, D_: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr, COMPILED: tl.constexpr):
+    """The queries at `Q [M, 1]` where they are `held [M, 1]`, `[M, D]`, times the Hadamard matrix in blocks."""
+    STEP: tl.constexpr = 16
+    d = tl.arange(0, triton.next_power_of_2(D_))
+    rotated = tl.zeros([Q.shape[0], d.shape[0]], tl.float32)
+    for start in range(0, D_, STEP):
+        i = start + tl.arange(0, STEP)
+        q = tl.load(Q + i[None, :], mask=held & (i[None, :] < D_), other=0.0)
+        rotated = dot(q, hadamard(i, d, BLOCK, q.dtype), rotated, PRECISION, COMPILED)
+    return (rotated * BLOCK**-0.5).to(Q.dtype.element_ty)
 
 
 @triton.jit
@@ -35,12 +48,13 @@ def _attend_tail(
     for start in tl.range(0, length, T, num_stages=1):
         slots = start + tl.arange(0, T)
         valid, at = slots < length, slots.to(tl.int64)
-        k = tl.load(K + at[None, :] * k_stride + d[:, None], mask=valid[None, :] & (d[:, None] < D_), other=0.0)
+        given, seen = load_mask(mask, mask_rows, slots, valid, MASK, MASK_ROWS)
+        k = tl.load(K + at[None, :] * k_stride + d[:, None], mask=seen[None, :] & (d[:, None] < D_), other=0.0)
         scores = dot(q, k.to(q.dtype), None, PRECISION, COMPILED)
         hidden = tl.where(valid, 0.0, float("-inf"))[None, :]
-        scores = shown(scores, hidden, mask, mask_rows, slots, valid, scale, softcap, SOFTCAP, MASK, MASK_ROWS)
+        scores = shown(scores, hidden, given, scale, softcap, SOFTCAP, MASK)
         weights, keep, top, total = softmax_step(scores, top, total)
-        v = tl.load(V + at[:, None] * v_stride + dv[None, :], mask=valid[:, None] & (dv[None, :] < DV_), other=0.0)
+        v = tl.load(V + at[:, None] * v_stride + dv[None, :], mask=seen[:, None] & (dv[None, :] < DV_), other=0.0)
         sums = (dot(weights.to(q.dtype), v.to(q.dtype), sums[0] * keep[:, None], PRECISION, COMPILED),)
     return top, total, bias, sums
 
@@ -66,12 +80,12 @@ def _store(
 
 
 @triton.jit(do_not_specialize=[
-    "columns", "rider_columns", "length", "splits", "all_splits", "first_split", "table_row", "table_head", "r_row",
-    "r_head", "mask_row", "mask_head", "mask_group", "mask_token", "mask_pages", "mask_tail",
+    "columns", "rider_columns", "length", "splits", "all_splits", "first_split", "room", "table_row", "table_head",
+    "r_row", "r_head", "mask_row", "mask_head", "mask_group", "mask_token", "mask_pages", "mask_tail",
 ])  # fmt: skip
 def decode_splits(
-    Q, OUT, TOTALS, TABLE, KD, KS, KZ, VD, VS, VZ, COLUMNS, RIDER, RK, RV, RIDERS, TK, TV, LENGTHS, MASKED,
-    scale, softcap, columns, rider_columns, length, splits, all_splits, first_split,
+    Q, OUT, TOTALS, TABLE, UNITS, COUNTS, BITS, KD, KS, KZ, VD, VS, VZ, RIDER, RK, RV, TK, TV, MASKED,
+    scale, softcap, columns, rider_columns, length, splits, all_splits, first_split, room,
     q_row, q_head, q_token, table_row, table_head, r_row, r_head, tk_row, tk_head, tk_token, tv_row, tv_head, tv_token,
     mask_row, mask_head, mask_group, mask_token, mask_pages, mask_tail,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, TOKENS: tl.constexpr, M: tl.constexpr,
@@ -85,8 +99,8 @@ def decode_splits(
     """One program: M queries of a sequence's KV head and one split of its pages, or (the last) all that is not packed.
 
     Q: [rows, heads, TOKENS, D_]. OUT: [rows, kv_heads, all_splits, GROUP * TOKENS, DV_], TOTALS: [..., 2]. The rider
-    is a short native view that comes before the pages; the tail comes after them. COLUMNS, RIDERS and LENGTHS, where
-    given, say per row how much of the table, the rider and the tail is in use.
+    is a short native view that comes before the pages; the tail comes after them. UNITS, COUNTS and
+    BITS, where there is a mask: what `visible_units` found.
     """
     BLOCKS: tl.constexpr = (GROUP * TOKENS + M - 1) // M
     ROWS: tl.constexpr = GROUP * TOKENS
@@ -97,41 +111,51 @@ def decode_splits(
     m = tl.program_id(0) % BLOCKS * M + tl.arange(0, M)
     member, query = m // TOKENS, m % TOKENS
     d = tl.arange(0, triton.next_power_of_2(D_))
-    at = row * q_row + (head * GROUP + member)[:, None] * q_head + query[:, None] * q_token + d[None, :]
-    q = tl.load(Q + at, mask=(m < ROWS)[:, None] & (d[None, :] < D_), other=0.0)
+    Q += row * q_row + (head * GROUP + member)[:, None] * q_head + query[:, None] * q_token
     if MASK != "none":
         MASKED += row * mask_row + head * mask_head
     mask_rows = tl.where(m < ROWS, member * mask_group + query * mask_token, 0)
 
     out = (pair * all_splits + first_split + split) * ROWS
     if split < splits:
-        if COLUMNS is not None:
-            columns = tl.load(COLUMNS + row)
         if KROTATION > 1:
-            q = rotate(q.to(tl.float32), KROTATION).to(q.dtype)
-        tiles = (columns * (PAGE * KBITS // 16) + WORDS - 1) // WORDS
+            q = _rotated(Q, (m < ROWS)[:, None], D_, KROTATION, "tf32x3", COMPILED)
+        else:
+            q = tl.load(Q + d[None, :], mask=(m < ROWS)[:, None] & (d[None, :] < D_), other=0.0)
+        PAGE_WORDS: tl.constexpr = PAGE * KBITS // 16
+        if BITS is not None:
+            mask = BITS + tl.program_id(0).to(tl.int64) * columns * PAGE
+        else:
+            mask = MASKED + mask_pages if MASK != "none" else None
+        if UNITS is None:
+            tiles = (columns * PAGE_WORDS + WORDS - 1) // WORDS
+            first, last = tiles * split // splits, tiles * (split + 1) // splits
+        else:
+            own = tl.program_id(0).to(tl.int64) * splits + split
+            UNITS += own * room * 2
+            columns = tl.load(COUNTS + own)
+            first = 0
+            last = columns if WORDS <= PAGE_WORDS else (columns * PAGE_WORDS + WORDS - 1) // WORDS
         paged = attend_pages(
-            q, _start(M, triton.next_power_of_2(DV_ * VBITS // 16), 16 // VBITS), tiles * split // splits,
-            tiles * (split + 1) // splits, columns, TABLE + row * table_row + head * table_head,
-            KD, KS, KZ, VD, VS, VZ, MASKED + mask_pages if MASK != "none" else None, mask_rows, scale, softcap,
+            q, _start(M, triton.next_power_of_2(DV_ * VBITS // 16), 16 // VBITS), first, last, columns,
+            TABLE + row * table_row + head * table_head, UNITS, KD, KS, KZ, VD, VS, VZ,
+            mask, mask_rows, scale, softcap,
             KEY, KBITS, KSTEPS, KFACTOR, VALUE, VBITS, VSTEPS, VFACTOR, FOLD_V, V_SCALES, PAGE, WORDS, D_, DV_,
-            SOFTCAP, MASK, MASK_ROWS, STAGES, PRECISION, COMPILED,
+            SOFTCAP, MASK if BITS is None else "bits", MASK_ROWS, STAGES, PRECISION, COMPILED,
         )  # fmt: skip
         _store(paged, OUT, TOTALS, out, m, ROWS, VALUE, VBITS, FOLD_V, V_SCALES, DV_, q.dtype)
     elif EXTRA:
+        q = tl.load(Q + d[None, :], mask=(m < ROWS)[:, None] & (d[None, :] < D_), other=0.0)
         state = _start(M, triton.next_power_of_2(DV_), 1)
         if RIDER is not None:
-            if RIDERS is not None:
-                rider_columns = tl.load(RIDERS + row)
+            RIDE: tl.constexpr = PAGE if PAGE >= 16 and PAGE < TAIL else TAIL  # pages that the mask hides stay apart
             state = attend_pages(
-                q, state, 0, (rider_columns * PAGE + TAIL - 1) // TAIL, rider_columns,
-                RIDER + row * r_row + head * r_head, RK, None, None, RV, None, None,
+                q, state, 0, (rider_columns * PAGE + RIDE - 1) // RIDE, rider_columns,
+                RIDER + row * r_row + head * r_head, None, RK, None, None, RV, None, None,
                 MASKED if MASK != "none" else None, mask_rows, scale, softcap,
-                "float", 16, None, 1.0, "float", 16, None, 1.0, False, 1, PAGE, TAIL, D_, DV_,
+                "float", 16, None, 1.0, "float", 16, None, 1.0, False, 1, PAGE, RIDE, D_, DV_,
                 SOFTCAP, MASK, MASK_ROWS, 1, PRECISION, COMPILED,
             )  # fmt: skip
-        if LENGTHS is not None:
-            length = tl.load(LENGTHS + row)
         state = _attend_tail(
             q, state, length, TK + row * tk_row + head * tk_head, TV + row * tv_row + head * tv_head,
             tk_token, tv_token, MASKED + mask_tail if MASK != "none" else None, mask_rows, scale, softcap,

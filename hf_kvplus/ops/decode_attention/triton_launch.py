@@ -10,6 +10,7 @@ import triton
 
 from .._triton_codes import BITS, INTERPRETED, packing, words
 from .triton_kernels import decode_splits, sum_splits
+from .triton_visible import visible_units
 
 #: A native view of at most so many tokens rides in the tail's program instead of taking programs of its own.
 _RIDERS = 512
@@ -41,7 +42,6 @@ class View:
     kinds: tuple[str, str]
     parts: tuple[list[torch.Tensor], list[torch.Tensor]]
     rotations: tuple[int, int]
-    columns: torch.Tensor | None
 
     @property
     def slots(self) -> int:
@@ -57,7 +57,7 @@ def decode_attention(*args) -> torch.Tensor:
 
 
 def plan(
-    query, tables, parts, kinds, numbers, tail_keys, tail_values, mask, scale, softcap, sinks, columns, length,
+    query, tables, parts, kinds, numbers, tail_keys, tail_values, mask, scale, softcap, sinks,
     compiled: bool = not INTERPRETED,
 ) -> tuple[torch.Tensor, list[Launch]]:  # fmt: skip
     """The tensor for the result, and the launches that fill it. Looks at shapes only, never at what a tensor holds."""
@@ -66,18 +66,18 @@ def plan(
     group = heads // kv_heads
     query, tail_keys, tail_values = (_unit_stride(tensor) for tensor in (query, tail_keys, tail_values))
 
-    views = _views(tables, parts, kinds, numbers, columns)
+    views = _views(tables, parts, kinds, numbers)
     rider = views.pop(0) if len(views) > 1 and _rides(*views[:2]) else None
     if not views:  # a view that no program reads
         table = torch.empty((rows, kv_heads, 0), dtype=torch.int32, device=query.device)
-        views = [View(table, 64, 0, ("float", "float"), ([tail_keys], [tail_values]), (0, 0), None)]
+        views = [View(table, 64, 0, ("float", "float"), ([tail_keys], [tail_values]), (0, 0))]
     views.sort(key=lambda view: view.rotations[1] == 0)  # the splits of rotated values come first
     masked = _mask_args(mask, kv_heads, heads, tail_keys.shape[2])
     widest = max(dim, value_dim)
     tiles = [_tile(view, query.dtype, widest, masked["MASK_ROWS"]) for view in views]
     grids = [rows * kv_heads * triton.cdiv(group * tokens, tile.rows) for tile in tiles]
     counts = [_splits(view.slots, grid, tile.resident, query.device) for view, grid, tile in zip(views, grids, tiles)]
-    extra = rider is not None or length is not None or tail_keys.shape[2] > 0 or not sum(counts)
+    extra = rider is not None or tail_keys.shape[2] > 0 or not sum(counts)
     splits = sum(counts) + extra
 
     part = query.new_empty((rows, kv_heads, splits, group * tokens, value_dim), dtype=torch.float32)
@@ -86,12 +86,13 @@ def plan(
 
     shape = {"KV_HEADS": kv_heads, "GROUP": group, "TOKENS": tokens, "DV_": value_dim}
     shared = {
-        **{"Q": query, "OUT": part, "TOTALS": totals, "TK": tail_keys, "TV": tail_values, "LENGTHS": length},
+        **{"Q": query, "OUT": part, "TOTALS": totals, "TK": tail_keys, "TV": tail_values},
         **_strides("q", query, "row", "head", "token"),
         **_strides("tk", tail_keys, "row", "head", "token"),
         **_strides("tv", tail_values, "row", "head", "token"),
         **masked,
         **{"scale": scale, "softcap": softcap or 0.0, "SOFTCAP": softcap is not None},
+        **{"UNITS": None, "COUNTS": None, "BITS": None, "room": 0},
         **{"length": tail_keys.shape[2], "all_splits": splits, "D_": dim, **shape},
         "COMPILED": compiled,
         **_rider_args(rider),
@@ -99,7 +100,14 @@ def plan(
     launches, first = [], 0
     for view, count, grid, tile in zip(views, counts, grids, tiles):
         last = extra and first + count + 1 == splits
-        args = shared | _view_args(view, query.dtype, value_dim, tile)
+        args = (
+            shared
+            | _view_args(view, query.dtype, value_dim, tile)
+            | {"UNITS": None, "COUNTS": None, "BITS": None, "room": 0}
+        )
+        if mask is not None and count:
+            launches.append(_visible(args, view, count, grid))
+            args |= {name: launches[-1].args[name] for name in ("UNITS", "COUNTS", "BITS", "room")}
         args |= {"first_split": first, "splits": count, "EXTRA": last}
         launches.append(Launch(decode_splits, (grid, count + last), args, {"num_warps": tile.warps}))
         first += count
@@ -112,18 +120,17 @@ def plan(
     return out, launches
 
 
-def _views(tables, parts, kinds, numbers, columns) -> list[View]:
+def _views(tables, parts, kinds, numbers) -> list[View]:
     """The flat arguments of the operation as views."""
     views, start = [], 0
     parts, kinds, numbers = iter(parts), iter(kinds), iter(numbers)
-    for i, table in enumerate(tables):
+    for table in tables:
         names = next(kinds), next(kinds)
         (page, key_rotation, key_parts), (_, value_rotation, value_parts) = (
             [next(numbers) for _ in range(3)] for _ in range(2)
         )
         tensors = [next(parts) for _ in range(key_parts)], [next(parts) for _ in range(value_parts)]
-        used = None if columns is None else columns[i]
-        views.append(View(table, page, start, names, tensors, (key_rotation, value_rotation), used))
+        views.append(View(table, page, start, names, tensors, (key_rotation, value_rotation)))
         start += views[-1].slots
     return [view for view in views if view.slots]
 
@@ -167,10 +174,23 @@ def _mask_args(mask, kv_heads: int, heads: int, tail: int) -> dict[str, Any]:
     return {**args, "MASK_ROWS": bool(args["mask_group"] or args["mask_token"])}
 
 
+def _visible(shared, view: View, splits: int, programs: int) -> Launch:
+    """Finds the units that the mask shows to the splits of a view."""
+    units = max(view.table.shape[-1], view.slots * shared["KBITS"] // 16 // shared["WORDS"])
+    room = triton.cdiv(units, splits)
+    args = {name: shared[name] for name in visible_units.arg_names if name in shared}
+    args |= {"splits": splits, "room": room, "AT_ONCE": min(16, triton.next_power_of_2(room))}
+    args["UNITS"] = view.table.new_empty((programs, splits, room, 2))
+    args["COUNTS"] = view.table.new_empty((programs, splits))
+    if shared["MASK_ROWS"] and shared["MASK"] == "bool":
+        args["BITS"] = view.table.new_empty((programs, view.slots), dtype=torch.int16)
+    return Launch(visible_units, (programs, splits), args, {"num_warps": 2})
+
+
 def _rider_args(view: View | None) -> dict[str, Any]:
     if view is None:
-        return {**dict.fromkeys(("RIDER", "RK", "RV", "RIDERS")), "r_row": 0, "r_head": 0, "rider_columns": 0}
-    args = {"RIDER": view.table, "RK": view.parts[0][0], "RV": view.parts[1][0], "RIDERS": view.columns}
+        return {**dict.fromkeys(("RIDER", "RK", "RV")), "r_row": 0, "r_head": 0, "rider_columns": 0}
+    args = {"RIDER": view.table, "RK": view.parts[0][0], "RV": view.parts[1][0]}
     return {**args, **_strides("r", view.table, "row", "head"), "rider_columns": view.table.shape[-1]}
 
 
@@ -191,7 +211,7 @@ def _view_args(view: View, dtype: torch.dtype, value_dim: int, tile: "_Tile") ->
         # Where pages are rounded to 8 bits or fewer, one product of 10-bit mantissas is precise enough.
         "PRECISION": "tf32x3" if view.kinds == ("float", "float") and dtype == torch.float32 else "tf32",
         **{"M": tile.rows, "TAIL": 16 * min(4, tile.warps)},
-        **{"TABLE": view.table, "COLUMNS": view.columns, "columns": view.table.shape[-1], "mask_pages": view.start},
+        **{"TABLE": view.table, "columns": view.table.shape[-1], "mask_pages": view.start},
         **_strides("table", view.table, "row", "head"),
     }
 
@@ -203,21 +223,16 @@ class _Tile:
     rows: int = 16
     tokens: int = 64
     warps: int = 2
-    resident: int = 5
+    resident: int = 4
 
 
 def _tile(view: View, dtype: torch.dtype, dim: int, mask_rows: bool) -> _Tile:
-    """Found by compiling (`benchmarks/compiled_kernels.py`): the fewest instructions per token that spill no register.
-
-    Narrow words want few warps, which would do the same work twice; wide heads and a mask row per query want more.
-    """
-    key_bits, bits = BITS[view.kinds[0]], min(BITS[kind] for kind in view.kinds)
+    """Found by compiling (`benchmarks/compiled_kernels.py`): the fewest instructions that spill no register."""
+    bits = min(BITS[kind] for kind in view.kinds)
     if dtype == torch.float32:
-        return _Tile(tokens=32, warps=8, resident=1) if bits == 16 else _Tile(resident=4)
-    if bits >= 8:
-        return _Tile(warps=4, resident=2) if mask_rows else _Tile()
-    if dim > 128:
-        return _Tile(warps=4 if key_bits == 2 or mask_rows else 2, resident=3)
-    if mask_rows:
-        return _Tile(tokens=32, resident=4)
-    return _Tile(warps=2 if 128 % dim else 1, resident=8)
+        return _Tile(tokens=32, warps=8, resident=1) if bits == 16 else _Tile()
+    if dim > 128 and bits < 8:
+        return _Tile(warps=4, resident=2)
+    if bits >= 8 and mask_rows:
+        return _Tile(warps=4, resident=3)
+    return _Tile()

@@ -60,28 +60,51 @@ def _behind(a, b):
 
 
 @triton.jit
-def shown(
-    scores, hidden, mask, mask_rows, slots, valid, scale, softcap,
-    SOFTCAP: tl.constexpr, MASK: tl.constexpr, MASK_ROWS: tl.constexpr,
-):  # fmt: skip
-    """Scores `[M, T]` of `slots [T]` times `scale`, after softcap and mask, plus `hidden` (0 or -inf), in base 2.
+def shows(given, MASK: tl.constexpr):
+    """Whether the mask's numbers let anything be seen at all. The lowest finite one does, where there is no higher."""
+    if MASK == "bool" or MASK == "bits":
+        return given != 0
+    else:
+        return given.to(tl.float32) != float("-inf")
 
-    `mask` points to slot 0 of the first query row; where MASK_ROWS, the others are at `mask_rows [M]` from there.
+
+@triton.jit
+def load_mask(mask, mask_rows, slots, valid, MASK: tl.constexpr, MASK_ROWS: tl.constexpr):
+    """The mask's numbers for `slots [T]`, `[M or 1, T]`, and which slots are valid and seen by any query, `[T]`.
+
+    `mask` points to slot 0 of the first query row; where MASK_ROWS, the others are at `mask_rows [M]` from there. Where
+    MASK is "bits", it points to slot 0 of numbers whose bits are the queries'.
+    """
+    if MASK == "none":
+        return slots[None, :], valid
+    elif MASK == "bits":
+        bits = tl.load(mask + slots, mask=valid, other=0)
+        return (bits.to(tl.int32)[None, :] >> tl.arange(0, mask_rows.shape[0])[:, None]) & 1, valid & (bits != 0)
+    elif MASK_ROWS:
+        given = tl.load(mask + (mask_rows[:, None] + slots[None, :]), mask=valid[None, :], other=0)
+        return given, valid & (tl.max(shows(given, MASK).to(tl.int32), 0) > 0)
+    else:
+        given = tl.load(mask + slots, mask=valid, other=0)
+        return given[None, :], valid & shows(given, MASK)
+
+
+@triton.jit
+def shown(scores, hidden, given, scale, softcap, SOFTCAP: tl.constexpr, MASK: tl.constexpr):
+    """Scores `[M, T]` times `scale`, after softcap and mask, plus `hidden` (0 or -inf), in base 2.
+
+    What a hidden score was makes no difference, even if it was NaN.
     """
     if SOFTCAP:  # tanh written out: the interpreter has no libdevice
         scores = 1 - 2 / (tl.exp2(scores * (scale * (2 * LOG2E) / softcap)) + 1)
         scale = softcap
     scores = scores * (scale * LOG2E) + hidden
+    if (
+        MASK == "added"
+    ):  # the smallest float stays finite, so that rows of nothing else are averaged as the reference does
+        added = given.to(tl.float32)
+        scores += tl.where(added < -2e38, -3e38, added * LOG2E)
     if MASK != "none":
-        if MASK_ROWS:
-            given = tl.load(mask + (mask_rows[:, None] + slots[None, :]), mask=valid[None, :], other=0)
-        else:
-            given = tl.load(mask + slots, mask=valid, other=0)[None, :]
-        if MASK == "bool":
-            scores = tl.where(given != 0, scores, float("-inf"))
-        else:  # the smallest float stays finite, so that rows of nothing else are averaged as the reference does
-            given = given.to(tl.float32)
-            scores += tl.where(given < -2e38, tl.where(given == float("-inf"), given, -3e38), given * LOG2E)
+        scores = tl.where(shows(given, MASK), scores, float("-inf"))
     return scores
 
 
