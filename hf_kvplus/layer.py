@@ -305,7 +305,6 @@ class PagedLayer(CacheLayerMixin):
             return
         (keys, values), padding = self.unsealed(), self._unsealed_padding()
         prompt = self.seen == self._pending[0].shape[-2]
-        self._pending = self._padding = None
         copies = self._same_prompts(keys, values)
         if self.seen < self.opened_at and (padding is None or bool((self.first < self.seen).all())):
             self.opened_at = self.seen
@@ -314,6 +313,7 @@ class PagedLayer(CacheLayerMixin):
         else:
             # Drafts among these tokens may be cropped next: the last ones are kept as they came.
             self._seal_whole_pages(keys, values, padding, self.page_size if self.record_past else 0, copies)
+        self._pending = self._padding = None  # only now: tokens that cannot be encoded can still be cropped
 
     def _settle(self) -> None:
         """Bring the layer to rest: nothing pending, the budget kept, full pages sealed."""
@@ -436,8 +436,11 @@ class PagedLayer(CacheLayerMixin):
         if tokens_to_remove == 0 or not self.is_initialized:
             return
         self.take_back()
-        self.commit()
         target = max(0, self.seen + tokens_to_remove)
+        if self._pending is not None and target <= self.seen - self._pending[0].shape[-2]:
+            self.seen -= self._pending[0].shape[-2]
+            self._pending = self._padding = None
+        self.commit()
         if target < self.evicted_at:
             raise ValueError(
                 f"`tokens_to_remove`: got {tokens_to_remove}, which goes back to {target} tokens, but tokens were "

@@ -70,10 +70,13 @@ class SealedTokens:
         """
         *native, last = self.segments
         room = self._native_slots - native[0].slots if native and not last.slots else 0
+        written = []  # all are encoded before any is entered: tokens that cannot be encoded leave no trace
         for segment, run in ((self.segments[0], slice(None, room)), (last, slice(room, None))):
             if keys[:, :, run].shape[2]:
                 kept = None if positions is None else positions[:, :, run]
-                segment.append(keys[:, :, run], values[:, :, run], kept, copies)
+                written.append((segment, segment.write(keys[:, :, run], values[:, :, run], kept, copies)))
+        for segment, ids in written:
+            segment.table.append(ids)
 
     def repack(self, keys, values, positions, keep: torch.Tensor, rows: torch.Tensor | None = None, copies: int = 1):
         """Make the kept tokens, in order, the only ones. The last page of a row and head may be part empty.

@@ -93,21 +93,10 @@ class Segment:
             found = found.masked_fill((ids == NULL_PAGE)[..., None], NO_TOKEN)
         return found.flatten(2)
 
-    def append(self, keys: torch.Tensor, values: torch.Tensor, positions: torch.Tensor | None, copies: int = 1) -> None:
-        """Seal whole pages of tokens behind those there are.
-
-        Args:
-            keys, values: `[rows, heads, n * page_size, dim]`.
-            positions: int `[rows, heads, n * page_size]`, `NO_TOKEN` for padding; pages of padding alone are not
-                stored. `None` if nothing is padding (and positions are not tracked).
-            copies: rows come in groups of so many that hold the same tokens; a group shares the pages of its first.
-        """
-        self.table.append(self._write(keys, values, positions, copies))
-
     def replace_rows(self, rows: torch.Tensor, keys, values, positions: torch.Tensor) -> None:
-        """Make whole pages of tokens, given as to `append`, all that the rows numbered `rows` hold."""
+        """Make whole pages of tokens, given as to `write`, all that the rows numbered `rows` hold."""
         self.table.replace_rows(rows, self.table.ids[rows, :, :0])  # what they held may be written over
-        self.table.replace_rows(rows, self._write(keys, values, positions, copies=1))
+        self.table.replace_rows(rows, self.write(keys, values, positions, copies=1))
 
     def drop_empty(self, keep: torch.Tensor) -> bool:
         """Drop the pages of which `keep [rows, heads, slots]` holds no slot; whether there were any."""
@@ -146,8 +135,15 @@ class Segment:
         """The parts of `"keys"` or of `"values"`, under the names that their format knows."""
         return {part: parts[name] for part, name in self._names[kind].items()}
 
-    def _write(self, keys, values, positions, copies: int) -> torch.Tensor:
-        """Encode tokens into new pages; their numbers, int32 `[rows, heads, n]`."""
+    def write(self, keys, values, positions: torch.Tensor | None, copies: int = 1) -> torch.Tensor:
+        """Encode tokens into new pages; their numbers, int32 `[rows, heads, n]`, for the caller to enter in the table.
+
+        Args:
+            keys, values: `[rows, heads, n * page_size, dim]`.
+            positions: int `[rows, heads, n * page_size]`, `NO_TOKEN` for padding; pages of padding alone are not
+                stored. `None` if nothing is padding (and positions are not tracked).
+            copies: rows come in groups of so many that hold the same tokens; a group shares the pages of its first.
+        """
         rows, split = keys.shape[0], (-1, self.page_size)
         keys, values = (tokens[::copies].unflatten(2, split) for tokens in (keys, values))
         shape, filled = keys.shape[:3], None

@@ -87,3 +87,21 @@ def test_padding_is_known_however_short_the_chunks_of_a_prompt(llama, chunk, pol
     if policy is None:
         (pages,) = cache.layers[0].sealed.segments
         assert len(pages.pool.live()) == 2 * sum(max(0, pages.table.columns - pad // 8) for pad in (0, 39, 51))
+
+
+@pytest.mark.parametrize("format", ["int8", "int4", "k4v2"])
+def test_tokens_that_cannot_be_encoded_are_taken_back_by_crop(format):
+    """An overflow in mid-turn costs the turn, not the conversation."""
+    layer = layer_of(format, page_size=16)
+    give(layer, 25)
+    before = layer.keys.clone()
+    layer.update(*torch.full((2, 1, 2, 30, 8), float("nan")))
+    with pytest.raises(ValueError, match="hold infinities or NaN"):
+        layer.commit()
+    with pytest.raises(ValueError, match="hold infinities or NaN"):
+        layer.update(*torch.randn(2, 1, 2, 1, 8))
+    layer.crop(-30)
+    assert torch.equal(layer.keys, before)
+    more = give(layer, 30)
+    assert layer.seen == 55
+    assert_close("keys", layer.keys[:, :, 48:], more[:, :, 23:], 1e-6)
