@@ -14,7 +14,9 @@ class UnsupportedModelError(ValueError):
 
 def nearest(given: object, accepted: Iterable[str]) -> str:
     """A clause naming the accepted spelling closest to `given`, or an empty string."""
-    match = difflib.get_close_matches(str(given), list(accepted), n=1, cutoff=0.5)
+    accepted, words = list(accepted), sorted(str(given).split("_"))
+    match = [name for name in accepted if sorted(name.split("_")) == words]  # the right words in another order
+    match = match or difflib.get_close_matches(str(given), accepted, n=1, cutoff=0.5)
     return f" Did you mean {match[0]!r}?" if match else ""
 
 

@@ -391,6 +391,8 @@ WRONG_STRINGS = {
     "offload_paged_int8": "offloaded_paged_int8",
     "offloaded_keydif_paged_native": "offloaded_keydiff_paged_native",
     "Paged_Native": "paged_native",
+    "paged_sliding_int8": "sliding_paged_int8",
+    "keydiff_offloaded_paged_int4": "offloaded_keydiff_paged_int4",
 }
 
 
