@@ -18,9 +18,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from hf_kvplus.formats import FORMATS
+from hf_kvplus.ops._triton_codes import Launch
 from hf_kvplus.ops.decode_attention import PageView
 from hf_kvplus.ops.decode_attention.triton import flattened
-from hf_kvplus.ops.decode_attention.triton_launch import Launch, plan
+from hf_kvplus.ops.decode_attention.triton_launch import plan
 
 FORMAT_NAMES = ("native", "int8", "fp8", "int4", "k4v2", "int2")
 #: Per compute capability: bytes of shared memory of a multiprocessor, and the most for one program; most warps and
@@ -57,7 +58,7 @@ def launches(
     tail = [torch.empty(rows, kv_heads, 32, width, dtype=dtype) for width in (dim, value_dim)]
     slots = sum(view.tokens for view in views) + 32
     mask = torch.empty((rows, 1, tokens, slots), dtype=torch.bool) if masked else None
-    args = (query, *flattened(views), *tail, mask, dim**-0.5, softcap, None, None, None)
+    args = (query, *flattened(views), *tail, mask, dim**-0.5, softcap, None)
     return plan(*args, compiled=True)[1]
 
 

@@ -6,16 +6,15 @@ graph sees as opaque. On the CPU they look at the counts and skip what is not du
 page that is being filled is encoded at every step, into its reserved place, and counts once it is full.
 """
 
-from contextlib import nullcontext
 from dataclasses import dataclass, fields
 
 import torch
 
 from . import masks
 from .formats import PageFormat
-from .formats.base import unchecked
 from .ops.decode_attention import PageView, decode_attention
 from .ops.gather_pages import gather_pages
+from .ops.seal_pages import seal_pages
 from .pages import NULL_PAGE
 from .retention import Retention
 from .segment import NO_TOKEN, without_holes
@@ -184,10 +183,8 @@ def _seal(state: StepState, plan: Plan) -> None:
             continue
         ids = _next_page(state, plan, index, columns[last], turn)
         for format, tail, into in zip(formats, (state.tail_keys, state.tail_values), mine):
-            with nullcontext() if on_host else unchecked():
-                encoded = format.encode(without_holes(format, tail[:, :, :page].flatten(0, 1), filled))
-            for part, codes in zip(into, encoded.values()):
-                part[ids] = codes
+            tokens = without_holes(format, tail[:, :, :page].flatten(0, 1), filled)
+            seal_pages(format, dict(zip(format.parts, into)), tokens, ids)
         if state.positions:
             kept = filled & torch.as_tensor(turn, device=filled.device)
             state.positions[index].index_copy_(0, ids, torch.where(kept, positions, NO_TOKEN).int())

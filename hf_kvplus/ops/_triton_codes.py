@@ -1,4 +1,4 @@
-"""What the Triton kernels share: turning packed codes into numbers, and the Hadamard rotation.
+"""What the Triton kernels share: launching, turning packed codes into numbers, and the Hadamard rotation.
 
 A kernel reads the packed axis of a page in words of 16 bits, each of which holds `16 / bits` codes. The matrix units
 take pairs of 16-bit numbers, so a word and its neighbour across the packed axis share a register, and an instruction of
@@ -6,8 +6,10 @@ take pairs of 16-bit numbers, so a word and its neighbour across the packed axis
 """
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 import triton
@@ -36,6 +38,20 @@ class Packing:
 
     steps: tuple[int | str, ...]  # flat: not all versions of triton index tuples of tuples
     factor: float = 1.0
+
+
+@dataclass
+class Launch:
+    """One kernel launch: `kernel[grid](**args, **options)`."""
+
+    kernel: Callable
+    grid: tuple[int, ...]
+    args: dict[str, Any]
+    options: dict[str, int]
+
+    def run(self) -> None:
+        # Multiply and add in one step: said aloud, because the default is about to change between versions of triton.
+        self.kernel[self.grid](**self.args, **self.options, enable_fp_fusion=True)
 
 
 @cache
@@ -146,6 +162,13 @@ def rotate(x, BLOCK: tl.constexpr):
             x = tl.where(second, total - 2 * pairs, total).reshape(M, N)
         x = x * (BLOCK**-0.5)
     return x
+
+
+@triton.jit
+def dot(a, b, acc, PRECISION: tl.constexpr, COMPILED: tl.constexpr):
+    if not COMPILED:  # the interpreter multiplies bfloat16 as integers
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, acc, input_precision=PRECISION)
 
 
 @triton.jit

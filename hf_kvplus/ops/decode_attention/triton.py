@@ -6,10 +6,8 @@ for tokens to come, and the mask hides what does not count yet; pages that it hi
 
 import torch
 
-from .._triton import DEVICE, by_default, missing
+from .._triton import DEVICE, DTYPES, by_default, kind, missing
 
-_DTYPES = {torch.float32, torch.bfloat16, torch.float16}
-_KINDS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 #: Channels must fill whole 16-bit words of the packed axis of values.
 _MULTIPLE = {"native": 1, "int8": 2, "fp8": 2, "int4": 4, "int2": 8}
 _WIDEST = 256
@@ -36,7 +34,7 @@ def _(*args):
 
 def refuses(query, pages, tail_keys, mask) -> str | None:
     """`None` if the kernels read these arguments, else the argument that they do not."""
-    if query.dtype not in _DTYPES:
+    if query.dtype not in DTYPES:
         return f"`query` is {query.dtype}, read are float32, bfloat16, float16"
     if query.shape[-1] > _WIDEST:
         return f"`query` has {query.shape[-1]} channels, read are up to {_WIDEST}"
@@ -65,13 +63,6 @@ def flattened(pages) -> tuple[list[torch.Tensor], list[torch.Tensor], list[str],
         [kind(format) for format in formats],
         [number for format in formats for number in (format.page_size, format.rotation, len(format.parts))],
     )
-
-
-def kind(format) -> str:
-    """The name that the kernels give to the pages of a format."""
-    if format.layout == "native":
-        return "float"
-    return _KINDS[format.parts["data"][1]] if format.layout == "fp8" else format.layout
 
 
 __all__ = ["DEVICE", "by_default", "decode_attention", "missing", "refuses"]

@@ -9,9 +9,9 @@ base 2), the total of the weights `[M]`, a bias `[M, 32]` and the sums `[M, word
 import triton
 import triton.language as tl
 
-from .._triton_codes import hadamard, place, rotate
+from .._triton_codes import dot, hadamard, place, rotate
 from .triton_pages import attend_pages, lift
-from .triton_tiles import LOG2E, dot, load_mask, shown, softmax_step
+from .triton_tiles import LOG2E, load_mask, shown, softmax_step
 
 
 @triton.jit

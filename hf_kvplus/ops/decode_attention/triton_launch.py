@@ -1,6 +1,5 @@
 """Which kernels run, with which tiles and on what grid. Imports triton: loaded when a kernel is first called."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -8,7 +7,7 @@ from typing import Any
 import torch
 import triton
 
-from .._triton_codes import BITS, INTERPRETED, packing, words
+from .._triton_codes import BITS, INTERPRETED, Launch, packing, words
 from .triton_kernels import decode_splits, sum_splits
 from .triton_visible import visible_units
 
@@ -16,20 +15,6 @@ from .triton_visible import visible_units
 _RIDERS = 512
 #: The fewest tokens that are worth a program.
 _FEWEST = 256
-
-
-@dataclass
-class Launch:
-    """One kernel launch: `kernel[grid](**args, **options)`."""
-
-    kernel: Callable
-    grid: tuple[int, ...]
-    args: dict[str, Any]
-    options: dict[str, int]
-
-    def run(self) -> None:
-        # Multiply and add in one step: said aloud, because the default is about to change between versions of triton.
-        self.kernel[self.grid](**self.args, **self.options, enable_fp_fusion=True)
 
 
 @dataclass

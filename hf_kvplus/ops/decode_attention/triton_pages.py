@@ -3,8 +3,8 @@
 import triton
 import triton.language as tl
 
-from .._triton_codes import numbers, place
-from .triton_tiles import affine, dot, joined, less, load_mask, shown, softmax_step
+from .._triton_codes import dot, numbers, place
+from .triton_tiles import affine, joined, less, load_mask, shown, softmax_step
 from .triton_visible import tokens_of
 
 

@@ -7,13 +7,6 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def dot(a, b, acc, PRECISION: tl.constexpr, COMPILED: tl.constexpr):
-    if not COMPILED:  # the interpreter multiplies bfloat16 as integers
-        a, b = a.to(tl.float32), b.to(tl.float32)
-    return tl.dot(a, b, acc, input_precision=PRECISION)
-
-
-@triton.jit
 def affine(x, scale, zero, OFFSET: tl.constexpr, COMPILED: tl.constexpr):
     """`(x - OFFSET) * scale + zero` in the dtype of `x`."""
     if not COMPILED:
