@@ -66,10 +66,13 @@ inline F load(const Float8_e4m3fn* p) {
 template <int BITS>
 inline void unpack(const uint8_t* p, F* out) {
   const __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p));
-  const __m512i mask = _mm512_set1_epi32((1 << BITS) - 1);
+  // A table of 16 floats, indexed by the lowest four bits: one instruction in place of a mask and a conversion.
+  constexpr int top = (1 << BITS) - 1;
+  const __m512 table = _mm512_setr_ps(
+      0 & top, 1 & top, 2 & top, 3 & top, 4 & top, 5 & top, 6 & top, 7 & top, 8 & top, 9 & top, 10 & top, 11 & top,
+      12 & top, 13 & top, 14 & top, 15 & top);
 #pragma GCC unroll 4
-  for (int i = 0; i < 8 / BITS; i++)
-    out[i] = _mm512_cvtepi32_ps(_mm512_and_si512(_mm512_srli_epi32(bytes, BITS * i), mask));
+  for (int i = 0; i < 8 / BITS; i++) out[i] = _mm512_permutexvar_ps(_mm512_srli_epi32(bytes, BITS * i), table);
 }
 
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
