@@ -3,7 +3,7 @@
 import inspect
 
 from transformers.generation import configuration_utils
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, create_chunked_causal_mask
 from transformers.utils.output_capturing import _active_collector
 
 #: Under which names a cache travels in model kwargs: `cache` since 5.24, before `past_key_values`, `cache_params`.
@@ -33,6 +33,12 @@ def takes_masks(module) -> bool:
     """Whether masks are made for the attention function that `module` asks for (for one of a user's own, or not)."""
     implementation = getattr(getattr(module, "config", None), "_attn_implementation", None)
     return implementation in ALL_MASK_ATTENTION_FUNCTIONS
+
+
+def makes_masks_of_steps(config) -> bool:
+    """Whether `generate` can make the masks of a compileable cache: 5.17 fails where attention is chunked."""
+    chunked = "chunked_attention" in (getattr(config, "layer_types", None) or ())
+    return not chunked or "block_sequence_ids" in inspect.signature(create_chunked_causal_mask).parameters
 
 
 def mask_length(generation_config, model_kwargs: dict) -> int | None:

@@ -139,10 +139,11 @@ def _prepare_cache(self, generation_config, model_kwargs, generation_mode, batch
 
 
 def _reserve(model, cache, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length) -> None:
-    """Have the pages of the whole generation reserved if transformers would compile its steps then."""
-    key = _compat.cache_key(model_kwargs)
-    alone = model_kwargs[key] is cache  # not half of an encoder-decoder's
-    if not (alone and cache.paged_layers and cache.spec.has_fixed_step and generation_mode in _COMPILED):
+    """Have the pages of the whole generation reserved if transformers would compile its steps then, or if asked to."""
+    alone = model_kwargs[_compat.cache_key(model_kwargs)] is cache  # not half of an encoder-decoder's
+    fixed = alone and cache.spec.has_fixed_step and generation_mode in _COMPILED and _takes_fixed_steps(model, cache)
+    if not fixed:
+        cache.reserve(None)
         return
     past, given = int(cache.get_seq_length()), _compat.mask_length(generation_config, model_kwargs)
     if past and given and generation_config.max_new_tokens:
@@ -152,8 +153,17 @@ def _reserve(model, cache, generation_config, model_kwargs, generation_mode, bat
     needed = max(needed, generation_config.max_cache_len or 0, cache.spec.reserve or 0)
     step = max(512, 2 ** (needed.bit_length() - 4))  # generations that differ by little share their graphs
     cache.reserve(-(-needed // step) * step)
+    # Without a compiler, only what was asked for is worth its memory; a layer of another kind may forbid fixed steps.
     if not model._valid_auto_compile_criteria(model_kwargs, generation_config):
-        cache.reserve(cache.spec.reserve)
+        cache.reserve(needed if cache.spec.reserve and cache.is_compileable else None)
+
+
+def _takes_fixed_steps(model, cache) -> bool:
+    """Whether `model` reads keys that are longer than what was seen as it would read those alone."""
+    config = model.config.get_text_config(decoder=True)
+    alibi = getattr(config, "alibi", config.model_type == "bloom")  # biases as long as the 2-D mask
+    compiles = model._can_compile_fullgraph and not alibi and _compat.makes_masks_of_steps(config)
+    return compiles and bool(cache.paged_layers)
 
 
 def _refused(name: str, model, reason: str) -> UnsupportedModelError:

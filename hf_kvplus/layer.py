@@ -26,6 +26,19 @@ from .step import MAX_DECODE_TOKENS
 from .tail import Tail
 
 
+def _storing(method):
+    """Keep what `method` stores open to later writes: tensors made in `torch.inference_mode` are closed outside it."""
+
+    @functools.wraps(method)
+    def run(self, *args, **kwargs):
+        if not torch.is_inference_mode_enabled():
+            return method(self, *args, **kwargs)
+        with torch.inference_mode(False), torch.no_grad():
+            return method(self, *args, **kwargs)
+
+    return run
+
+
 class PagedLayer(CacheLayerMixin):
     """Keys and values of one layer in pages.
 
@@ -129,6 +142,7 @@ class PagedLayer(CacheLayerMixin):
         return self._update(key_states, value_states)
 
     @torch.compiler.disable
+    @_storing
     def _update(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[StandIn, StandIn]:
         self.take_back()
         if not self.is_initialized:
@@ -164,12 +178,14 @@ class PagedLayer(CacheLayerMixin):
             self.take_back()
         self.reserved = tokens
 
+    @_storing
     def resume(self) -> None:
         """Go (back) to steps of fixed tensors, if that was asked for and the prompt is stored."""
         at_rest = self.is_initialized and self._pending is None and self.opened_at <= self.seen
         if self.reservation is None and self.is_compileable and at_rest and self.seen <= self.reserved:
             self.reservation = Reservation(self, self.reserved)
 
+    @_storing
     def take_back(self) -> None:
         """Have the state on the host again."""
         if self.reservation is not None:
@@ -293,6 +309,7 @@ class PagedLayer(CacheLayerMixin):
             known = gaps[:, :0] if self._gaps is None else self._gaps
             self._gaps = torch.cat([pad(known, (0, start - known.shape[1])), gaps], dim=1)
 
+    @_storing
     def commit(self, padding: torch.Tensor | None = None) -> None:
         """Store the tokens that `update` left pending, now that attention has used them as they came.
 
@@ -425,6 +442,7 @@ class PagedLayer(CacheLayerMixin):
 
     # --- rows and rollback ----------------------------------------------------------------------------------------
 
+    @_storing
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the newest `-tokens_to_remove` tokens (0 or less, as transformers 5.19 and later have it)."""
         tokens_to_remove = int(tokens_to_remove)  # transformers 5.17 hands over a tensor
@@ -459,6 +477,7 @@ class PagedLayer(CacheLayerMixin):
             self.opened_at = math.inf
         self.resume()
 
+    @_storing
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Row `i` becomes what row `beam_idx[i]` was: pages by their numbers, the tail by copy."""
         if not self.is_initialized:
@@ -480,6 +499,7 @@ class PagedLayer(CacheLayerMixin):
         """Keep the rows `indices` (numbers, or a bool mask)."""
         self.reorder_cache(torch.arange(self.rows)[torch.as_tensor(indices).cpu()])
 
+    @_storing
     def fork(self, repeats: int) -> "PagedLayer":
         """An independent layer with every row `repeats` times, which shares this one's pages."""
         self.take_back()
@@ -494,6 +514,16 @@ class PagedLayer(CacheLayerMixin):
     def __deepcopy__(self, memo: dict) -> "PagedLayer":
         """A fork: pages never change, so an independent copy need not copy them."""
         return self.fork(1)
+
+    def __copy__(self) -> "PagedLayer":
+        twin = object.__new__(type(self))
+        vars(twin).update(vars(self))
+        return twin
+
+    def __getstate__(self) -> dict:
+        """What is pickled: the layer without its reservation, which both make again when tokens come."""
+        self.take_back()
+        return vars(self)
 
     def offload(self) -> None:
         """Nothing to do: the placement decided where the pages live when they were written."""

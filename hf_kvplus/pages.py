@@ -23,6 +23,12 @@ class PagePool:
     def nbytes(self) -> int:
         return self._free.untyped_storage().nbytes()
 
+    def __getstate__(self) -> dict:
+        return {**vars(self), "_tables": list(self._tables)}  # weak references cannot be pickled
+
+    def __setstate__(self, state: dict) -> None:
+        vars(self).update(state, _tables=WeakSet(state["_tables"]))
+
     def new_table(self, rows: int, heads: int, device: torch.device | str = "cpu") -> "BlockTable":
         """An empty block table whose entries keep pages of this pool alive."""
         return self.adopt(BlockTable(rows, heads, device))
