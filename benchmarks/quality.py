@@ -3,10 +3,14 @@
 Every text is prefilled once, its keys and values are given to each cache, and the next tokens are scored teacher-forced
 against the same model with transformers' DynamicCache:
 
-    python benchmarks/quality.py                    # all caches, all texts; appends to benchmarks/results/quality.jsonl
-    python benchmarks/quality.py --only paged_int4 paged_int2 --texts 4
-    python benchmarks/quality.py --plot             # draws benchmarks/results/quality.png from the newest run
-    python benchmarks/quality.py --table            # prints the newest run as a Markdown table
+    python benchmarks/quality.py                 # all caches, all texts
+    python benchmarks/quality.py --only paged_int4 paged_int2 --texts licence code
+    python benchmarks/quality.py --rivals        # all encoded, at equal bytes, against transformers' QuantizedCache
+    python benchmarks/quality.py --variants      # other ways to choose codes: what helps and what does not
+    python benchmarks/quality.py --table --plot  # shows what the runs found instead of running
+
+Results go to benchmarks/results/quality.jsonl (quality_variants.jsonl), a row per cache and text; a row of the same
+protocol is replaced. So a long run may be made a text at a time.
 
 Needs the extra `bench`; caches whose library is missing are left out, and said so.
 """
@@ -21,10 +25,10 @@ import platform
 import random
 import sys
 import textwrap
-import time
 from pathlib import Path
 
 import quality_report
+import quality_variants
 import torch
 import transformers
 from rich.console import Console
@@ -38,19 +42,17 @@ from hf_kvplus._compat import forward_cache_name
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "quality.jsonl"
 ALL_ENCODED = {"native_pages": 0, "residual": 0}
+ACROSS_CHANNELS = {"axis_key": 1, "axis_value": 1}  # the groups of HQQ; its default of 0 loses five times as much
 
 #: Name -> what builds the cache for a config. `+` marks options that are not the defaults.
 CACHES = {
+    "paged_native": ("paged_native", {}),
     "paged_int8": ("paged_int8", {}),
     "paged_fp8": ("paged_fp8", {}),
     "paged_fp8+e5m2": ("paged_fp8", {"fp8_type": "e5m2"}),
     "paged_int4": ("paged_int4", {}),
     "paged_k4v2": ("paged_k4v2", {}),
     "paged_int2": ("paged_int2", {}),
-    "paged_fp8+all encoded": ("paged_fp8", ALL_ENCODED),
-    "paged_int4+all encoded": ("paged_int4", ALL_ENCODED),
-    "paged_k4v2+all encoded": ("paged_k4v2", ALL_ENCODED),
-    "paged_int2+all encoded": ("paged_int2", ALL_ENCODED),
     "paged_int4+not rotated": ("paged_int4", {"rotation": False}),
     "paged_int2+not rotated": ("paged_int2", {"rotation": False}),
     "paged_nf4": ("paged_nf4", {}),
@@ -62,14 +64,23 @@ CACHES = {
     "transformers quanto 4": ("quanto", {"nbits": 4}),
     "transformers quanto 2": ("quanto", {"nbits": 2}),
     "transformers quanto 2, groups of 32": ("quanto", {"nbits": 2, "q_group_size": 32}),
-    "transformers hqq 4": ("hqq", {"nbits": 4, "axis_key": 1, "axis_value": 1}),
-    "transformers hqq 2": ("hqq", {"nbits": 2, "axis_key": 1, "axis_value": 1}),
 }
+#: Ours with nothing native, which after a prompt of whole pages hold encoded pages alone, and what they have to beat
+#: (k4v2 with its native page is still the smaller one).
+RIVALS = {
+    **{f"paged_{name}+all encoded": (f"paged_{name}", ALL_ENCODED) for name in ("int8", "fp8", "int4", "k4v2", "int2")},
+    "paged_k4v2": CACHES["paged_k4v2"],
+    **{name: made for name, made in CACHES.items() if name.startswith("transformers")},
+    "transformers hqq 8": ("hqq", {"nbits": 8, **ACROSS_CHANNELS}),
+    "transformers hqq 4": ("hqq", {"nbits": 4, **ACROSS_CHANNELS}),
+    "transformers hqq 2": ("hqq", {"nbits": 2, **ACROSS_CHANNELS}),
+}
+ALL = CACHES | RIVALS
 
 
 def build(name: str, config):
-    """An empty cache of the kind that `CACHES` names."""
-    kind, options = CACHES[name]
+    """An empty cache of the kind that `ALL` names."""
+    kind, options = ALL[name]
     if kind.startswith("paged_"):
         return hf_kvplus.make_cache(kind, config, **options)
     return QuantizedCache(backend=kind, config=config, **options)
@@ -109,25 +120,12 @@ def load_model():
     return model, AutoTokenizer.from_pretrained(folder, gguf_file=file)
 
 
-def fill(cache, prompt: list[tuple[torch.Tensor, torch.Tensor]]) -> float:
-    """Give a prompt's keys and values to `cache`; the seconds that encoding them took."""
-    start = time.perf_counter()
+def fill(cache, prompt: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Give a prompt's keys and values to `cache`."""
     for layer_idx, (keys, values) in enumerate(prompt):
         cache.update(keys, values, layer_idx)
         if hasattr(cache.layers[layer_idx], "commit"):
             cache.layers[layer_idx].commit()
-    return time.perf_counter() - start
-
-
-def read(cache) -> float:
-    """The seconds that it takes to turn all that is encoded back into keys and values."""
-    start = time.perf_counter()
-    for layer in cache.layers:
-        if hasattr(layer, "sealed"):
-            layer.sealed.read("keys"), layer.sealed.read("values")
-        elif hasattr(layer, "_dequantize"):
-            layer._dequantize(layer._quantized_keys), layer._dequantize(layer._quantized_values)
-    return time.perf_counter() - start
 
 
 def logits_after(model, cache, ids: torch.Tensor, step: int) -> torch.Tensor:
@@ -182,68 +180,51 @@ def prefill(model, tokenizer, text: str, prompt: int = 1500, scored: int = 200, 
 def score(model, cache, pairs, tokens, next_ids, reference, step: int = 200) -> dict[str, float]:
     """Fill `cache` with a prompt's keys and values, feed `tokens`, and compare the logits with `reference`."""
     prompt, full = pairs[0][0].shape[2], sum(part.nbytes for pair in pairs for part in pair)
-    encoding = fill(cache, [(keys.clone(), values.clone()) for keys, values in pairs])
+    fill(cache, [(keys.clone(), values.clone()) for keys, values in pairs])
     held = cache.stats().bytes_used if hasattr(cache, "stats") else stored_bytes(cache)
-    decoding = min(read(cache) for _ in range(2))  # some libraries compile a routine on first use
     return {
         **compare(reference, logits_after(model, cache, tokens, step), next_ids),
         "bytes_per_token": held / prompt,
         "compression": full / held,
-        "encode_ms_per_1000_tokens": encoding / prompt * 1e6,
-        "decode_ms_per_1000_tokens": decoding / prompt * 1e6,
     }
 
 
 @torch.inference_mode()
-def run(names: list[str], count: int, prompt: int, scored: int, step: int, console: Console) -> list[dict]:
-    """One result per cache: means over the texts, and the KL of each text."""
+def run(names: list[str], kinds: list[str], prompt: int, scored: int, step: int, console: Console) -> list[dict]:
+    """One result per cache and text."""
     model, tokenizer = load_model()
-    chosen = dict(list(texts().items())[:count])
-    found: dict[str, dict[str, dict]] = {name: {} for name in names}
+    constants = {
+        "model": "SmolLM2-135M-Instruct",
+        "prompt": prompt,
+        "scored": scored,
+        "step": step,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+    }
+    names, found = list(names), []
     with Progress(console=console) as progress:
-        task = progress.add_task("texts and caches", total=len(chosen) * len(names))
-        for kind, text in chosen.items():
-            prefilled = prefill(model, tokenizer, text, prompt, scored, step)
-            for name in list(found):
+        task = progress.add_task("texts and caches", total=len(kinds) * len(names))
+        for kind in kinds:
+            prefilled = prefill(model, tokenizer, texts()[kind], prompt, scored, step)
+            for name in list(names):
                 progress.update(task, advance=1, description=f"{kind}: {name}")
                 try:
                     cache = build(name, model.config)
                 except ImportError as error:
                     console.print(f"left out: {name} ({str(error).splitlines()[0]})")
-                    del found[name]
+                    names.remove(name)
                     continue
-                found[name][kind] = score(model, cache, *prefilled, step)
-    when = datetime.datetime.now().isoformat(timespec="seconds")
-    versions = {
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "python": platform.python_version(),
-    }
-    return [
-        {
-            "time": when,
-            "cache": name,
-            "bits": _bits(name, model.config),
-            **{key: _mean(text[key] for text in by_text.values()) for key in next(iter(by_text.values()))},
-            "kl_by_text": {kind: text["kl"] for kind, text in by_text.items()},
-            "model": "SmolLM2-135M-Instruct",
-            "prompt": prompt,
-            "scored": scored,
-            "step": step,
-            **versions,
-        }
-        for name, by_text in found.items()
-    ]
-
-
-def _mean(numbers) -> float:
-    numbers = list(numbers)
-    return sum(numbers) / len(numbers)
+                result = score(model, cache, *prefilled, step)
+                when = datetime.datetime.now().isoformat(timespec="seconds")
+                bits = _bits(name, model.config)
+                found.append({"time": when, "cache": name, "text": kind, "bits": bits, **result, **constants})
+    return found
 
 
 def _bits(name: str, config) -> float | None:
     """Bits per stored number of an encoded page (what a long text approaches), for our own caches."""
-    if not CACHES[name][0].startswith("paged_"):
+    if not name.startswith("paged_"):
         return None
     layer = build(name, config).layers[0]
     dim = config.head_dim
@@ -255,29 +236,35 @@ def _bits(name: str, config) -> float | None:
 
 
 def main() -> None:
+    tried = {name: CACHES[name] for name in ("paged_int4", "paged_int2")} | quality_variants.register()
+    ALL.update(tried)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", metavar="CACHE", choices=CACHES, help="these caches alone")
-    parser.add_argument("--texts", type=int, default=99, help="the first so many texts (default: all)")
-    parser.add_argument("--prompt", type=int, default=1500, help="tokens of prompt (default: 1500)")
+    parser.add_argument("--only", nargs="+", metavar="CACHE", choices=ALL, help="these caches alone")
+    parser.add_argument("--variants", action="store_true", help="what quality_variants.py tries, and the originals")
+    parser.add_argument("--rivals", action="store_true", help="all encoded, against transformers' QuantizedCache")
+    parser.add_argument(
+        "--texts", nargs="+", metavar="TEXT", choices=texts(), default=list(texts()), help="these alone"
+    )
+    parser.add_argument("--prompt", type=int, help="tokens of prompt (default: 1500; with --rivals 1536, whole pages)")
     parser.add_argument("--scored", type=int, default=200, help="tokens scored after it (default: 200)")
     parser.add_argument("--step", type=int, default=200, help="tokens fed at a time while scoring (default: 200)")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="the file to append to")
-    parser.add_argument("--plot", action="store_true", help="draw the newest run instead of running")
-    parser.add_argument("--table", action="store_true", help="print the newest run as Markdown instead of running")
+    parser.add_argument("--results", type=Path, help="the file to write to (default: results/quality[_variants].jsonl)")
+    parser.add_argument("--plot", action="store_true", help="draw what the file holds instead of running")
+    parser.add_argument("--table", action="store_true", help="print it as Markdown instead of running")
     given, console = parser.parse_args(), Console(width=None if sys.stdout.isatty() else 170)
-    if given.plot or given.table:
-        results = quality_report.newest(given.results)
-        if given.table:
-            print(quality_report.markdown(results))
-        if given.plot:
-            quality_report.plot(results, given.results.with_suffix(".png"))
-            console.print(f"wrote {given.results.with_suffix('.png')}")
+    results = given.results or (RESULTS.with_stem("quality_variants") if given.variants else RESULTS)
+    if given.table:
+        print(quality_report.markdown(quality_report.means(quality_report.load(results))))
+    if given.plot:
+        quality_report.plot(quality_report.means(quality_report.load(results)), results.with_suffix(".png"))
+        console.print(f"wrote {results.with_suffix('.png')}")
+    if given.table or given.plot:
         return
-    results = run(given.only or list(CACHES), given.texts, given.prompt, given.scored, given.step, console)
-    given.results.parent.mkdir(exist_ok=True)
-    with given.results.open("a", encoding="utf-8") as file:
-        file.writelines(json.dumps(result) + "\n" for result in results)
-    console.print(quality_report.table(results))
+    names = tried if given.variants else RIVALS if given.rivals else CACHES
+    prompt = given.prompt or (1536 if given.rivals else 1500)
+    rows = run(given.only or list(names), given.texts, prompt, given.scored, given.step, console)
+    quality_report.merge(results, rows)
+    console.print(quality_report.table(quality_report.means(rows)))
 
 
 if __name__ == "__main__":
