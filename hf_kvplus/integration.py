@@ -142,7 +142,7 @@ def _reserve(model, cache, generation_config, model_kwargs, generation_mode, bat
     """Have the pages of the whole generation reserved if transformers would compile its steps then, or if asked to."""
     alone = model_kwargs[_compat.cache_key(model_kwargs)] is cache  # not half of an encoder-decoder's
     fixed = alone and cache.spec.has_fixed_step and generation_mode in _COMPILED and _takes_fixed_steps(model, cache)
-    if not fixed:
+    if not fixed or generation_config.output_attentions:  # their columns are the tokens seen
         cache.reserve(None)
         return
     past, given = int(cache.get_seq_length()), _compat.mask_length(generation_config, model_kwargs)
@@ -162,8 +162,8 @@ def _takes_fixed_steps(model, cache) -> bool:
     """Whether `model` reads keys that are longer than what was seen as it would read those alone."""
     config = model.config.get_text_config(decoder=True)
     alibi = getattr(config, "alibi", config.model_type == "bloom")  # biases as long as the 2-D mask
-    compiles = model._can_compile_fullgraph and not alibi and _compat.makes_masks_of_steps(config)
-    return compiles and bool(cache.paged_layers)
+    masked = config._attn_implementation != "flex_attention" and _compat.makes_masks_of_steps(config)
+    return model._can_compile_fullgraph and masked and not alibi and bool(cache.paged_layers)
 
 
 def _refused(name: str, model, reason: str) -> UnsupportedModelError:

@@ -4,7 +4,8 @@ import pytest
 import tiny_models as tiny
 import torch
 from conftest import tiny_llama
-from generating import assert_same_run, drafting_model, generate, main_model, prompts
+from generating import ROUNDING, assert_same_run, drafting_model, generate, main_model, prompts
+from numerics import assert_close
 from test_architectures import assert_same, build, dynamic
 from test_architectures import generate as generate_with
 from transformers import CompileConfig, DynamicCache
@@ -65,6 +66,27 @@ def test_a_reservation_that_is_too_small_is_enlarged(model, reserve, lengths):
     out = generate(model, inputs, cache_implementation="paged_native", cache_config=options)
     assert_same_run(out, generate(model, inputs))
     assert is_reserved(out.past_key_values)
+
+
+def test_attention_weights_have_a_column_per_token(compiling):
+    model = tiny_llama(initializer_range=0.2)
+    model.set_attn_implementation("eager")
+    expected = generate(model, prompts(40, 11), output_attentions=True)
+    for asked in ({"cache_config": {"reserve": 200}}, {"compile_config": compiling}):
+        out = generate(model, prompts(40, 11), output_attentions=True, cache_implementation="paged_native", **asked)
+        assert_same_run(out, expected)
+        for found, weights in zip(out.attentions, expected.attentions):
+            for one, other in zip(found, weights):
+                assert_close("attention weights", one, other, ROUNDING)
+
+
+def test_flex_attention_is_not_reserved_for(compiling):
+    model = tiny_llama(initializer_range=0.2, hidden_size=128)  # heads of at least 16, which a query of one token needs
+    model.set_attn_implementation("flex_attention")
+    expected = generate(model, prompts(40, 11), max_new_tokens=4)
+    for asked in ({"cache_config": {"reserve": 200}}, {"compile_config": compiling}):
+        out = generate(model, prompts(40, 11), max_new_tokens=4, cache_implementation="paged_native", **asked)
+        assert_same_run(out, expected)
 
 
 LATER = {
