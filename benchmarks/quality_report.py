@@ -73,13 +73,15 @@ _SERIES = {
 def plot(results: list[dict], path: Path) -> None:
     """KL against the bits that a number really takes: bytes held after the prompt, over the numbers in it.
 
-    Of a cache that was run with prompts of several lengths, the longest is drawn.
+    Of a cache that was run with prompts of several lengths, the longest that all texts have is drawn.
     """
     import matplotlib
 
     matplotlib.use("agg")
     from matplotlib import pyplot
 
+    texts = max(r["texts"] for r in results)
+    results = [r for r in results if r["texts"] == texts]
     rest = {r["cache"]: r for r in sorted(results, key=lambda r: r["prompt"]) if r["kl"] > 1e-9}
     figure, axes = pyplot.subplots(figsize=(9, 6), layout="constrained")
     for label, (marker, belongs) in _SERIES.items():
@@ -88,7 +90,7 @@ def plot(results: list[dict], path: Path) -> None:
         for r in points:
             name = r["cache"].removeprefix("paged_").removeprefix("transformers ").removesuffix("+all encoded")
             axes.annotate(name, (32 / r["compression"], r["kl"]), xytext=(5, 4), textcoords="offset points", fontsize=7)
-    texts, prompts = results[0]["texts"], sorted({f"{r['prompt']:,}" for r in results})
+    prompts = sorted({f"{r['prompt']:,}" for r in results})
     axes.set(yscale="log", xlabel="bits per cached number, everything counted", ylabel="mean KL divergence")
     axes.set_title(f"{results[0]['model']}, {texts} texts, {' or '.join(prompts)} tokens of prompt")
     axes.grid(alpha=0.3)
