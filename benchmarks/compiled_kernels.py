@@ -22,6 +22,9 @@ from hf_kvplus.ops._triton_codes import Launch
 from hf_kvplus.ops.decode_attention import PageView
 from hf_kvplus.ops.decode_attention.triton import flattened
 from hf_kvplus.ops.decode_attention.triton_launch import plan
+from hf_kvplus.ops.gather_pages import triton_kernels as gathering
+from hf_kvplus.ops.seal_pages import triton_kernels as sealing
+from hf_kvplus.ops.seal_pages.triton import described
 
 FORMAT_NAMES = ("native", "int8", "fp8", "int4", "k4v2", "int2")
 #: Per compute capability: bytes of shared memory of a multiprocessor, and the most for one program; most warps and
@@ -34,7 +37,7 @@ DEVICES = {
 _BIN = Path(triton.__file__).parent / "backends/nvidia/bin"
 _POINTERS = {
     torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int32: "i32", torch.int16: "i16",
-    torch.uint8: "u8",
+    torch.int64: "i64", torch.uint8: "u8",
 }  # fmt: skip
 
 
@@ -60,6 +63,23 @@ def launches(
     mask = torch.empty((rows, 1, tokens, slots), dtype=torch.bool) if masked else None
     args = (query, *flattened(views), *tail, mask, dim**-0.5, softcap, None)
     return plan(*args, compiled=True)[1]
+
+
+def page_launch(op: str, name: str, keys: bool, dtype=torch.bfloat16, dim=128, page=64) -> Launch:
+    """The launch that seals (`"seal"`) or reads (`"gather"`) 16 pages of keys or values in format `name`."""
+    spec = FORMATS[name]
+    format = (spec.key if keys else spec.value)(page, dim, dtype, channel_major=keys)
+    parts = [torch.empty((32, *shape), dtype=d) for shape, d in format.parts.values()]
+    if op == "seal":
+        tokens = torch.empty((16, page + 15, dim), dtype=dtype)[:, :page]
+        (launch,) = sealing.plan(tokens, torch.arange(16), parts, *described(format), compiled=True)
+        return launch
+    kind, channel_major, rotation, group, _ = described(format)
+    table = torch.zeros((2, 8, 1), dtype=torch.int32)
+    _, (launch,) = gathering.plan(
+        parts, table, kind, channel_major, page, dim, rotation, group, dtype, compiled=True
+    )  # fmt: skip
+    return launch
 
 
 def compile_for(launch: Launch, capability: int):
@@ -141,8 +161,17 @@ def report(name: str, capability: int, **shape) -> dict:
     """The figures of the kernel that reads the pages."""
     launch = next(launch for launch in launches(name, **shape) if launch.args.get("EXTRA"))
     figures = inspect(compile_for(launch, capability), capability)
-    dtype = str(shape.get("dtype", torch.bfloat16)).removeprefix("torch.")
-    return {"format": name, "dtype": dtype, "dim": shape.get("dim", 128), **figures}
+    return {"op": "decode", "format": name, **_shown(shape), **figures}
+
+
+def page_report(op: str, name: str, keys: bool, capability: int, **shape) -> dict:
+    """The figures of the kernel that seals or reads pages of keys or values."""
+    figures = inspect(compile_for(page_launch(op, name, keys, **shape), capability), capability)
+    return {"op": f"{op} {'keys' if keys else 'values'}", "format": name, **_shown(shape), **figures}
+
+
+def _shown(shape: dict) -> dict:
+    return {"dtype": str(shape.get("dtype", torch.bfloat16)).removeprefix("torch."), "dim": shape.get("dim", 128)}
 
 
 def main() -> None:
@@ -153,6 +182,12 @@ def main() -> None:
         for capability in DEVICES
         for name in FORMAT_NAMES
         for dim in ((64, 128, 256) if capability == 90 else (128,))
+    ]
+    rows += [
+        page_report(op, name, keys, 90)
+        for op in ("seal", "gather")
+        for keys in (True, False)
+        for name in ("native", "int8", "fp8", "int4", "int2")
     ]
     results.write_text("".join(json.dumps({"triton": triton.__version__, **row}) + "\n" for row in rows))
     columns = [key for key in rows[0] if key not in ("dtype", "local_accesses")]

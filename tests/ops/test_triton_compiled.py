@@ -18,10 +18,14 @@ _spec.loader.exec_module(kernels)
 
 def check(name, capability, **shape):
     figures = kernels.report(name, capability, **shape)
+    assert figures["matrix_instructions"] > 0, figures
+    check_memory(figures, capability)
+
+
+def check_memory(figures, capability):
     assert figures["spilled_bytes"] == 0, figures
     assert figures["local_accesses"] == 0, figures
     assert figures["loads_128"] > 0, figures
-    assert figures["matrix_instructions"] > 0, figures
     assert figures["shared_bytes"] <= kernels.DEVICES[capability]["shared_program"], figures
     assert figures["programs_per_multiprocessor"] >= 1, figures
 
@@ -47,6 +51,7 @@ def test_every_format_and_architecture(name, capability):
         ("int2", 80, {"dim": 96}),
         ("int2", 90, {"dim": 96}),
         ("int8", 90, {"dim": 256}),
+        ("int8", 90, {"dim": 256, "group": 4}),
         ("native", 90, {"dim": 256}),
         ("k4v2", 90, {"dim": 256}),
         ("int2", 90, {"dim": 256}),
@@ -79,3 +84,30 @@ def test_the_kernels_around_it(name):
     for launch in (first, last):
         figures = kernels.inspect(kernels.compile_for(launch, 90), 90)
         assert figures["spilled_bytes"] == figures["local_accesses"] == 0
+
+
+@pytest.mark.parametrize("capability", kernels.DEVICES)
+@pytest.mark.parametrize("name", ["native", "int8", "fp8", "int4", "int2"])
+@pytest.mark.parametrize("keys", [True, False], ids=["keys", "values"])
+@pytest.mark.parametrize("op", ["seal", "gather"])
+def test_sealing_and_reading_pages(op, keys, name, capability):
+    check_memory(kernels.page_report(op, name, keys, capability), capability)
+
+
+@pytest.mark.parametrize(
+    ("op", "name", "shape"),
+    [
+        ("seal", "int8", {"dim": 256, "dtype": torch.float32}),
+        ("seal", "int2", {"dim": 256, "page": 256}),
+        ("seal", "int4", {"dim": 64, "dtype": torch.float16}),
+        ("seal", "int2", {"dim": 96}),
+        ("gather", "int8", {"dim": 256, "dtype": torch.float32}),
+        ("gather", "int2", {"dim": 128, "page": 256}),
+        ("gather", "int4", {"dim": 80, "dtype": torch.float16}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("keys", [True, False], ids=["keys", "values"])
+def test_pages_of_other_shapes(op, keys, name, shape):
+    figures = kernels.page_report(op, name, keys, 90, **shape)
+    assert figures["spilled_bytes"] == figures["local_accesses"] == 0, figures

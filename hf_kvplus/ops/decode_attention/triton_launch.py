@@ -216,7 +216,7 @@ def _tile(view: View, dtype: torch.dtype, dim: int, mask_rows: bool) -> _Tile:
     bits = min(BITS[kind] for kind in view.kinds)
     if dtype == torch.float32:
         return _Tile(tokens=32, warps=8, resident=1) if bits == 16 else _Tile()
-    if dim > 128 and bits < 8:
+    if dim > 128 and bits < 16:
         return _Tile(warps=4, resident=2)
     if bits >= 8 and mask_rows:
         return _Tile(warps=4, resident=3)

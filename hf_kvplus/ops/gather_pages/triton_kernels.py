@@ -17,13 +17,15 @@ def plan(
     if not out.numel():
         return out, []
     data, *rest = (part.view(torch.uint8) if part.dtype.itemsize == 1 else part for part in parts)
-    step = min(32, max(16, page))
+    step = min(64, max(16, page))
     args = {
         **{"TABLE": block_table, "OUT": out, "DATA": data, **dict(zip(("SCALE", "ZERO"), [*rest, None, None]))},
         **{"KIND": kind, "BITS": BITS[kind], "PAGE": page, "D_": dim, "BLOCK": rotation, "GROUP": group},
-        **{"CHANNEL_MAJOR": channel_major, "T": step, "COMPILED": compiled},
+        **{"CHANNEL_MAJOR": channel_major, "T": step, "K": 32, "COMPILED": compiled},
     }
-    return out, [Launch(gather, (rows * heads * columns, triton.cdiv(page, step)), args, {"num_warps": 4})]
+    return out, [
+        Launch(gather, (rows * heads * columns, triton.cdiv(page, step)), args, {"num_warps": 4 if dim <= 128 else 8})
+    ]
 
 
 @triton.jit
@@ -36,13 +38,12 @@ def _decoded(
     AXIS: tl.constexpr = PAGE if CHANNEL_MAJOR else D_
     PART: tl.constexpr = AXIS * BITS // 8 if BITS < 8 else AXIS
     at = row * PART + axis % PART
-    if KIND == "float":
-        return tl.load(DATA + at, mask=held, other=0.0)
     codes = tl.load(DATA + at, mask=held, other=0)
-    if KIND == "int8":
-        return codes.to(tl.int8, bitcast=True).to(tl.float32) * tl.load(SCALE + token, mask=held, other=0.0).to(
-            tl.float32
-        )
+    if KIND == "float":
+        return codes
+    elif KIND == "int8":
+        scale = tl.load(SCALE + token, mask=held, other=0.0).to(tl.float32)
+        return codes.to(tl.int8, bitcast=True).to(tl.float32) * scale
     elif KIND == "e4m3":  # moved by seven places, the bits of a float16 that is 2^8 times too small
         codes = codes.to(tl.int16)
         half = (((codes & 0x7F) << 7) | ((codes & 0x80) << 8)).to(tl.float16, bitcast=True)
@@ -59,12 +60,14 @@ def _decoded(
 @triton.jit
 def gather(
     TABLE, OUT, DATA, SCALE, ZERO, KIND: tl.constexpr, BITS: tl.constexpr, PAGE: tl.constexpr, D_: tl.constexpr,
-    BLOCK: tl.constexpr, GROUP: tl.constexpr, CHANNEL_MAJOR: tl.constexpr, T: tl.constexpr, COMPILED: tl.constexpr,
+    BLOCK: tl.constexpr, GROUP: tl.constexpr, CHANNEL_MAJOR: tl.constexpr, T: tl.constexpr, K: tl.constexpr,
+    COMPILED: tl.constexpr,
 ):  # fmt: skip
     """One program: T tokens of the page that an entry of the table names; zeros if it names none.
 
     OUT: [entries, PAGE, D_].
     """
+    TERMS: tl.constexpr = 3 if OUT.dtype.element_ty == tl.float32 else 2
     GROUPS: tl.constexpr = (((PAGE if CHANNEL_MAJOR else D_) + GROUP - 1) // GROUP) if GROUP > 0 else 0
     entry = tl.program_id(0).to(tl.int64)
     page = tl.load(TABLE + entry).to(tl.int64)
@@ -80,13 +83,18 @@ def gather(
     if BLOCK > 1:
         d = tl.arange(0, triton.next_power_of_2(D_))
         out = tl.zeros([T, d.shape[0]], tl.float32)
-        for start in range(0, D_, 16):
-            k = start + tl.arange(0, 16)
+        for start in tl.range(0, D_, K, num_stages=2, disable_licm=True):
+            k = start + tl.arange(0, K)
             x = _decoded(
                 DATA, SCALE, ZERO, token, k[None, :], held & (k[None, :] < D_),
                 KIND, BITS, PAGE, D_, GROUP, CHANNEL_MAJOR,
             )  # fmt: skip
-            out = dot(x, hadamard(k, d, BLOCK, tl.float32), out, "tf32x3", COMPILED)
+            # As a sum of bfloat16 numbers, of 8 bits each: times 1 or -1, their products are exact.
+            h = hadamard(k, d, BLOCK, tl.bfloat16)
+            for _ in tl.static_range(TERMS):
+                term = x.to(tl.bfloat16)
+                out = dot(term, h, out, None, COMPILED)
+                x -= term.to(tl.float32)
         out = out * BLOCK**-0.5
         tl.store(OUT + d[None, :], out.to(OUT.dtype.element_ty), mask=(token < PAGE) & (d[None, :] < D_))
     else:

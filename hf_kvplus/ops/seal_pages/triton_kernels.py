@@ -23,13 +23,13 @@ def plan(tokens, ids, parts, kind, channel_major, rotation, group, inset, compil
     along_tokens = channel_major and group > 0
     axis, rows = (page, dim) if along_tokens else (dim, page)
     per_byte = 8 // BITS[kind] if group else 1
-    step = 32 if along_tokens else 16
+    step, tile = 16 if along_tokens else 32, max(16, triton.next_power_of_2(axis // per_byte))
     args = {
         **{"X": tokens, "IDS": ids, "DATA": data, **dict(zip(("SCALE", "ZERO"), [*rest, None, None]))},
         **{"x_page": tokens.stride(0), "x_token": tokens.stride(1), "INSET": inset, "KIND": kind},
         **{"BITS": BITS[kind], "PAGE": page, "D_": dim, "BLOCK": rotation, "GROUP": group, "PER_BYTE": per_byte},
         **{"ALONG_TOKENS": along_tokens, "CHANNEL_MAJOR": channel_major, "ROWS": step},
-        **{"A": max(16, triton.next_power_of_2(axis // per_byte)), "COMPILED": compiled},
+        **{"A": tile, "K": (128 if tile == 16 else 64) // tokens.dtype.itemsize, "COMPILED": compiled},
     }
     return [Launch(seal, (pages, triton.cdiv(rows, step)), args, {"num_warps": 4})]
 
@@ -37,14 +37,14 @@ def plan(tokens, ids, parts, kind, channel_major, rotation, group, inset, compil
 @triton.jit
 def _numbers(
     X, x_token, axis, row, PART: tl.constexpr, RS: tl.constexpr, D_: tl.constexpr, BLOCK: tl.constexpr,
-    ALONG_TOKENS: tl.constexpr, FIRST: tl.constexpr, COMPILED: tl.constexpr,
+    ALONG_TOKENS: tl.constexpr, FIRST: tl.constexpr, K: tl.constexpr, COMPILED: tl.constexpr,
 ):  # fmt: skip
     """The rotated numbers of a page, float32 `[A, ROWS]`, from the part that begins at FIRST on."""
     held, row_held, axis = (axis < PART)[:, None], (row < RS)[None, :], axis + FIRST
     if BLOCK > 1:
         out = tl.zeros([axis.shape[0], row.shape[0]], tl.float32)
-        for start in range(0, D_, 16):
-            k = start + tl.arange(0, 16)
+        for start in range(0, D_, K):
+            k = start + tl.arange(0, K)
             if ALONG_TOKENS:
                 x = tl.load(X + axis[:, None] * x_token + k[None, :], mask=held & (k[None, :] < D_), other=0.0)
                 out = dot(x, hadamard(k, row, BLOCK, x.dtype), out, "tf32x3", COMPILED)
@@ -96,7 +96,7 @@ def _between(x, low, width):
 def seal(
     X, IDS, DATA, SCALE, ZERO, x_page, x_token, INSET: tl.constexpr, KIND: tl.constexpr, BITS: tl.constexpr,
     PAGE: tl.constexpr, D_: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, PER_BYTE: tl.constexpr,
-    ALONG_TOKENS: tl.constexpr, CHANNEL_MAJOR: tl.constexpr, ROWS: tl.constexpr, A: tl.constexpr,
+    ALONG_TOKENS: tl.constexpr, CHANNEL_MAJOR: tl.constexpr, ROWS: tl.constexpr, A: tl.constexpr, K: tl.constexpr,
     COMPILED: tl.constexpr,
 ):  # fmt: skip
     """One program: ROWS rows of a page, each of which is whole along the axis that is packed and has one scale or more.
@@ -112,7 +112,7 @@ def seal(
     held = (axis < PART)[:, None] & (row < RS)[None, :]
     tiles = ()
     for i in tl.static_range(PER_BYTE):
-        tiles += (_numbers(X, x_token, axis, row, PART, RS, D_, BLOCK, ALONG_TOKENS, i * PART, COMPILED),)
+        tiles += (_numbers(X, x_token, axis, row, PART, RS, D_, BLOCK, ALONG_TOKENS, i * PART, K, COMPILED),)
     # Where CHANNEL_MAJOR, rows of `data` are channels; else tokens.
     across: tl.constexpr = ALONG_TOKENS == CHANNEL_MAJOR
     at = row[None, :] * PART + axis[:, None] if across else axis[:, None] * RS + row[None, :]
