@@ -10,7 +10,7 @@ from weakref import ref
 import torch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from . import _compat
+from . import _compat, step
 from .errors import UnsupportedModelError
 from .layer import PagedLayer
 from .masks import of_slots, visible
@@ -58,6 +58,8 @@ def _attend_in_step(inner: Callable, module, query, key: StandIn, mask, kwargs: 
     reservation = key.layer.reservation
     if mask is None and reservation.padded:
         raise _no_mask()
+    if not torch.compiler.is_compiling() and reservation.padded and step.on_host(query.device):
+        _refuse_unpadding(mask, key.layer)
     full, new = mask is not None and mask.ndim == 4, query.shape[2]
     return reservation.attend(
         query,
@@ -73,7 +75,7 @@ def _attend_in_step(inner: Callable, module, query, key: StandIn, mask, kwargs: 
 def _attend_on_host(inner: Callable, module, query, key: StandIn, value: StandIn, attention_mask, kwargs: dict):
     layer: PagedLayer = key.layer
     if key.fresh is None and layer.reservation is not None:
-        layer.take_back()
+        layer.reserve(None)  # what a step cannot serve would take it back every time
     mask, new, evicts = attention_mask, query.shape[2], layer.retention is not None
     readable = mask is None or (isinstance(mask, torch.Tensor) and mask.ndim in (2, 4))
     by_position = not readable or bool(_unknown(kwargs))  # what is given cannot be rearranged as the slots are

@@ -1,6 +1,7 @@
 """The cache objects: `PagedCache`, named presets of it, and `make_cache`, which builds what a string stands for."""
 
 import copy
+import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
@@ -60,7 +61,7 @@ class PagedCache(DynamicCache):
             if spec.format.format_by_layer:
                 raise invalid("config", config, "with `format_by_layer`, the config of a model (`model.config`)")
             Cache.__init__(self, layers=[])
-            self.layer_class_to_replicate = lambda: _paged(DynamicLayer(), spec, spec.format.spec)
+            self.layer_class_to_replicate = lambda: _paged(DynamicLayer(), self.spec, self.spec.format.spec)
             self.spec = spec
             for layer_idx, (keys, values, *_) in enumerate(config or ()):
                 if keys is None:
@@ -109,8 +110,11 @@ class PagedCache(DynamicCache):
         Raises:
             CacheConfigError: a policy that decides on the host, or pages that move, cannot reserve.
         """
-        if tokens is not None:
-            registry.check_reserve(tokens, self.spec)
+        self.spec = dataclasses.replace(self.spec, reserve=tokens)
+        self.reserve_layers(tokens)
+
+    def reserve_layers(self, tokens: int | None) -> None:
+        """As `reserve`, until `generate` decides anew."""
         for layer in self.paged_layers:
             layer.reserve(tokens)
 

@@ -143,7 +143,7 @@ def _reserve(model, cache, generation_config, model_kwargs, generation_mode, bat
     alone = model_kwargs[_compat.cache_key(model_kwargs)] is cache  # not half of an encoder-decoder's
     fixed = alone and cache.spec.has_fixed_step and generation_mode in _COMPILED and _takes_fixed_steps(model, cache)
     if not fixed or generation_config.output_attentions:  # their columns are the tokens seen
-        cache.reserve(None)
+        cache.reserve_layers(None)
         return
     past, given = int(cache.get_seq_length()), _compat.mask_length(generation_config, model_kwargs)
     if past and given and generation_config.max_new_tokens:
@@ -152,10 +152,10 @@ def _reserve(model, cache, generation_config, model_kwargs, generation_mode, bat
         needed = past + max_cache_length
     needed = max(needed, generation_config.max_cache_len or 0, cache.spec.reserve or 0)
     step = max(512, 2 ** (needed.bit_length() - 4))  # generations that differ by little share their graphs
-    cache.reserve(-(-needed // step) * step)
+    cache.reserve_layers(-(-needed // step) * step)
     # Without a compiler, only what was asked for is worth its memory; a layer of another kind may forbid fixed steps.
     if not model._valid_auto_compile_criteria(model_kwargs, generation_config):
-        cache.reserve(needed if cache.spec.reserve and cache.is_compileable else None)
+        cache.reserve_layers(needed if cache.spec.reserve and cache.is_compileable else None)
 
 
 def _takes_fixed_steps(model, cache) -> bool:

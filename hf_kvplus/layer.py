@@ -117,7 +117,10 @@ class PagedLayer(CacheLayerMixin):
         return self.rows if self.is_initialized else -1
 
     def get_seq_length(self) -> int:
-        """Tokens seen, padding and evicted ones included: the position of the next one."""
+        """Tokens seen, padding and evicted ones included: the position of the next one.
+
+        With a reservation, the int64 tensor that counts them (as of transformers' static caches): take it as it is.
+        """
         return self.seen if self.reservation is None else self.reservation.seen
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -137,9 +140,20 @@ class PagedLayer(CacheLayerMixin):
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs) -> tuple[StandIn, StandIn]:
         """Take new tokens `[rows, heads, new, dim]` and return stand-ins for all keys and all values."""
-        if self.reservation is not None and key_states.shape[-2] <= MAX_DECODE_TOKENS:
+        if self.reservation is not None and self._fits_a_step(key_states):
             return self.reservation.update(key_states, value_states, self)
         return self._update(key_states, value_states)
+
+    def _fits_a_step(self, key_states: torch.Tensor) -> bool:
+        """Whether these tokens can be taken without the host: some may be padding, and steps have no gradients."""
+        rows, _, new, _ = key_states.shape
+        if rows != self.reservation.rows or new > (MAX_DECODE_TOKENS if self.retention is None else 1):
+            return False
+        if torch.is_grad_enabled() and key_states.requires_grad:
+            return False
+        if torch.compiler.is_compiling() or (self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+            return True
+        return int(self.reservation.seen) + new <= self.reservation.capacity
 
     @torch.compiler.disable
     @_storing
@@ -170,7 +184,7 @@ class PagedLayer(CacheLayerMixin):
 
     @property
     def is_compileable(self) -> bool:
-        return self.reserved is not None and not self.record_past
+        return self.reserved is not None and self.seen <= self.reserved and not self.record_past
 
     def reserve(self, tokens: int | None) -> None:
         """From the next tokens on, have room for so many (padding included) at once; `None`: grow as needed."""
@@ -182,16 +196,15 @@ class PagedLayer(CacheLayerMixin):
     def resume(self) -> None:
         """Go (back) to steps of fixed tensors, if that was asked for and the prompt is stored."""
         at_rest = self.is_initialized and self._pending is None and self.opened_at <= self.seen
-        if self.reservation is None and self.is_compileable and at_rest and self.seen <= self.reserved:
+        if self.reservation is None and self.is_compileable and at_rest:
             self.reservation = Reservation(self, self.reserved)
 
     @_storing
     def take_back(self) -> None:
         """Have the state on the host again."""
         if self.reservation is not None:
-            reservation, self.reservation = self.reservation, None
-            reservation.hand_back(self)
-            self._grown = True
+            self.reservation.hand_back(self)
+            self.reservation, self._grown = None, True
 
     @property
     def masked_by_positions(self) -> bool:
@@ -449,7 +462,7 @@ class PagedLayer(CacheLayerMixin):
         if tokens_to_remove > 0:
             raise ValueError(
                 f"`tokens_to_remove`: got {tokens_to_remove}, accepted: 0 or a negative number, how many of the newest "
-                f"tokens to forget. To keep {tokens_to_remove} tokens, pass {tokens_to_remove - self.seen}."
+                f"tokens to forget. To keep {tokens_to_remove}, pass {tokens_to_remove - int(self.get_seq_length())}."
             )
         if tokens_to_remove == 0 or not self.is_initialized:
             return
@@ -540,7 +553,7 @@ class PagedLayer(CacheLayerMixin):
             return {}
         loose = [*(self._pending or ()), self.first, self._gaps, self._padding]
         loose = sum(tensor.nbytes for tensor in loose if tensor is not None)
-        loose += self.reservation.nbytes if self.reservation else 0
+        loose += self.reservation.bytes_beside(self) if self.reservation else 0
         tiers = Counter({str(self.device): self.tail.nbytes + loose})
         for segment in self.sealed.segments:
             tiers.update(segment.bytes_by_tier())

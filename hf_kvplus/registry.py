@@ -28,8 +28,8 @@ class CacheSpec:
 
     @property
     def has_fixed_step(self) -> bool:
-        """Whether a step can run without the host: pages stay where they are, and no policy looks at single tokens."""
-        return self.placement.in_place and (self.retention is None or self.retention.whole_pages)
+        """Whether a step can run without the host: pages stay where they are, and no policy has to be asked."""
+        return self.placement.in_place and (self.retention is None or self.retention.fixed)
 
     def __post_init__(self) -> None:
         if not isinstance(self.format, FormatChoice):

@@ -33,10 +33,14 @@ class Reservation:
             retention=layer.retention,
             masked_by_model=layer.masked_by_model,
         )
-        self.plan, self.capacity, self.padded = plan.register(), capacity, layer.sealed.has_null
+        self.plan, self.capacity = plan.register(), capacity
+        self.padded = layer.retention is None and layer.sealed.has_null
         native, last = [0, *(segment.table.columns for segment in segments)][-2:]
         counts = torch.tensor([layer.seen, layer.seen - tail.length, native, last], device=layer.device)
         own = _reserve(layer, plan, native, last)
+        if not step.on_host(layer.device):
+            for segment in segments:
+                segment.warm_up()
         self.state = StepState(
             counts,
             *(_with_room(tokens, plan.room) for tokens in (tail.keys, tail.values, tail.holes())),
@@ -75,12 +79,24 @@ class Reservation:
         return torch.ops.hf_kvplus.dense(name == "values", *self._arguments())
 
     @property
+    def rows(self) -> int:
+        return self.state.tail_keys.shape[0]
+
+    @property
     def seen(self) -> torch.Tensor:
         """Tokens seen, int64 `[]`: a tensor, which a graph can read at every step."""
         return self.state.counts[0]
 
     def hand_back(self, layer) -> None:
         """Make `layer` what it would be had its steps run without a reservation."""
+        with layer.sealed.lock:
+            self._describe(layer)
+            parts = iter(self.state.parts)
+            for segment in layer.sealed.segments:
+                segment.put_back([next(parts) for _ in segment.parts()])
+
+    def _describe(self, layer) -> None:
+        """Give `layer` the block tables, the tail and the counts of now."""
         state, segments = self.state, layer.sealed.segments
         seen, start, *columns = state.counts.tolist()
         for index, segment in enumerate(segments):
@@ -104,19 +120,20 @@ class Reservation:
         twin.sealed.segments = [copy.copy(segment) for segment in layer.sealed.segments]
         for segment in twin.sealed.segments:
             segment.table = segment.table.copy()
-        self.hand_back(twin)
+        self._describe(twin)
         return twin
 
     def tensors(self) -> list[torch.Tensor]:
         """All that steps read or write."""
         return [tensor for tensor in torch.utils._pytree.tree_leaves(self._arguments()) if torch.is_tensor(tensor)]
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of what is held beside pages and block tables."""
-        s = self.state
-        alone = (s.counts, s.tail_keys, s.tail_values, s.padding, s.own, s.first, s.behind)
-        return sum(tensor.nbytes for tensor in alone if tensor is not None)
+    def bytes_beside(self, layer) -> int:
+        """Bytes of what is held beside the pages and block tables that `layer` has now."""
+        known = [layer.first]
+        for segment in layer.sealed.segments:
+            known += [*segment.parts(), segment.table.ids, segment.positions]
+        known = {tensor.data_ptr() for tensor in known if tensor is not None}
+        return sum(tensor.nbytes for tensor in self.tensors() if tensor.data_ptr() not in known)
 
     def _arguments(self) -> tuple:
         s = self.state
@@ -128,6 +145,17 @@ class Reservation:
 
 def _reserve(layer, plan: Plan, native: int, last: int) -> torch.Tensor | None:
     """Give the segments of `layer` the pages of all tokens to come; if it evicts, which pages are a row's own."""
+    with layer.sealed.lock:
+        before = [segment.table.copy() for segment in layer.sealed.segments]
+        try:
+            return _extend(layer, plan, native, last)
+        except Exception:  # out of memory, most likely
+            for segment, table in zip(layer.sealed.segments, before):
+                segment.table.replace(table.ids)
+            raise
+
+
+def _extend(layer, plan: Plan, native: int, last: int) -> torch.Tensor | None:
     segments, page = layer.sealed.segments, plan.page_size
     to_come = max(0, plan.capacity - plan.residual) // page - (0 if layer.retention else native + last)
     to_native = min(plan.native_pages - native, to_come) if plan.native_pages and not last else 0
@@ -137,8 +165,9 @@ def _reserve(layer, plan: Plan, native: int, last: int) -> torch.Tensor | None:
     if layer.retention is None:
         segment.reserve(to_come - to_native)
     else:
-        # Sinks and window may begin within a page, and one more is being filled.
-        needed = min(-(-layer.retention.capacity(plan.capacity) // page) + 3, to_come + 1)
+        # Sinks and window may begin within a page, and one more is being filled. Padding in between takes slots too.
+        gaps = 0 if layer._gaps is None else int(layer._gaps.sum(1).max())
+        needed = min(-(-(layer.retention.capacity(plan.capacity) + gaps) // page) + 3, to_come + 1)
         own = torch.isin(segment.table.ids, segment.pool.unshared().to(layer.device))
         fewest = int(own.sum(-1).min()) if own.numel() else 0
         segment.reserve(max(0, needed - fewest))
@@ -171,10 +200,13 @@ def _padding_behind(layer, capacity: int) -> torch.Tensor | None:
 
 
 def _in_order(table, ids: torch.Tensor, positions: torch.Tensor) -> None:
-    """Make `ids [rows, heads, columns]` the entries of `table`: oldest tokens first, without pages that hold none."""
+    """Make `ids [rows, heads, columns]` the entries of `table`: oldest tokens first, without pages that hold none.
+
+    The newest pages of all rows stand in the same columns, so that `crop` finds them: rows with fewer pages begin late.
+    """
     held = positions[ids.clamp(min=0).long()].masked_fill((ids == NULL_PAGE)[..., None], NO_TOKEN)
     oldest = torch.where(held == NO_TOKEN, torch.iinfo(held.dtype).max, held).amin(-1)
-    order = oldest.argsort(dim=-1, stable=True)
-    ids = ids.masked_fill((held == NO_TOKEN).all(-1), NULL_PAGE).gather(-1, order)
-    table.replace(ids)
-    table.drop(ids == NULL_PAGE)
+    empty = (held == NO_TOKEN).all(-1)
+    order = oldest.masked_fill(empty, NO_TOKEN).argsort(dim=-1, stable=True)
+    fewest = int(empty.sum(-1).min()) if empty.numel() else 0
+    table.replace(ids.masked_fill(empty, NULL_PAGE).gather(-1, order)[:, :, fewest:])

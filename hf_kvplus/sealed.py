@@ -1,6 +1,8 @@
 """All sealed tokens of a layer: a segment in the cache's format, behind one of native pages if the format wants it."""
 
 import copy
+import functools
+import threading
 
 import torch
 from torch.nn.functional import pad
@@ -9,6 +11,17 @@ from .formats import FORMATS, FormatSpec
 from .ops.decode_attention import PageView
 from .placement import Placement
 from .segment import NO_TOKEN, Segment
+
+
+def _alone(method):
+    """Run `method` while no fork of its object changes the pages that they share: forks may live in other threads."""
+
+    @functools.wraps(method)
+    def run(self, *args, **kwargs):
+        with self.lock:
+            return method(self, *args, **kwargs)
+
+    return run
 
 
 class SealedTokens:
@@ -33,6 +46,18 @@ class SealedTokens:
         self.segments = [Segment(keys, values, spec, placement, page_size, track_positions) for spec in formats]
         self.page_size = page_size
         self._native_slots = format.native_pages * page_size
+        self.lock = threading.RLock()  # shared with forks, as the pages are
+
+    def __getstate__(self) -> dict:
+        return {name: value for name, value in vars(self).items() if name != "lock"}
+
+    def __setstate__(self, state: dict) -> None:
+        vars(self).update(state, lock=threading.RLock())
+
+    def __copy__(self) -> "SealedTokens":
+        twin = object.__new__(type(self))
+        vars(twin).update(vars(self))
+        return twin
 
     @property
     def slots(self) -> int:
@@ -59,6 +84,7 @@ class SealedTokens:
         """Int32 `[rows, heads, slots]`, `NO_TOKEN` where a slot is empty. Only with `track_positions`."""
         return self._joined([segment.slot_positions(rows) for segment in self.segments], dim=-1)
 
+    @_alone
     def append(self, keys: torch.Tensor, values: torch.Tensor, positions: torch.Tensor | None, copies: int = 1) -> None:
         """Seal whole pages of tokens behind those there are.
 
@@ -78,6 +104,7 @@ class SealedTokens:
         for segment, ids in written:
             segment.table.append(ids)
 
+    @_alone
     def repack(self, keys, values, positions, keep: torch.Tensor, rows: torch.Tensor | None = None, copies: int = 1):
         """Make the kept tokens, in order, the only ones. The last page of a row and head may be part empty.
 
@@ -108,11 +135,13 @@ class SealedTokens:
             segment.replace_rows(rows, keys[:, :, run], values[:, :, run], positions[:, :, run])
             start += length
 
+    @_alone
     def drop_empty(self, keep: torch.Tensor) -> bool:
         """Drop the pages of which `keep [rows, heads, slots]` holds no slot; whether there were any."""
         kept = keep.split([segment.slots for segment in self.segments], dim=-1)
         return any([segment.drop_empty(part) for segment, part in zip(self.segments, kept)])
 
+    @_alone
     def truncate(self, slots: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Keep the first `slots` slots. A page that is cut through is given back: keys, values, which are padding."""
         cut = slice(slots // self.page_size * self.page_size, slots)
@@ -126,11 +155,13 @@ class SealedTokens:
             slots -= columns * self.page_size
         return keys, values, padding
 
+    @_alone
     def select_rows(self, index: torch.Tensor) -> None:
         """Row `i` becomes what row `index[i]` was."""
         for segment in self.segments:
             segment.table.select_rows(index)
 
+    @_alone
     def fork(self) -> "SealedTokens":
         """The same tokens once more, by the same pages."""
         twin = copy.copy(self)

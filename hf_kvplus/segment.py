@@ -118,6 +118,17 @@ class Segment:
         for part in self.storage.view().values():
             part[numbers.to(part.device)] = torch.zeros((), dtype=part.dtype, device=part.device)
 
+    def put_back(self, parts: list[torch.Tensor]) -> None:
+        """Store this table's pages as they are in `parts`: those of the storage before a fork made it grow."""
+        if any(part is not stored for part, stored in zip(parts, self.parts())):
+            ids, names = self.table.named().unique(), [name for own in self._names.values() for name in own.values()]
+            self.storage.write(ids, {name: part[ids.to(part.device)] for name, part in zip(names, parts)})
+
+    def warm_up(self) -> None:
+        """Have whatever the formats build when they first encode, before a graph captures that."""
+        for format in self.formats.values():
+            format.encode(torch.zeros((1, self.page_size, format.dim), dtype=self.dtype, device=self.device))
+
     def bytes_by_tier(self) -> dict[str, int]:
         """Bytes of the storage and of the tables, by tier."""
         tiers = Counter(self.storage.bytes_by_tier())

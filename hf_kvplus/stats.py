@@ -61,10 +61,11 @@ def collect(layers) -> CacheStats:
             layer = layer.reservation.seen_by(layer)
         keys, values = layer.unsealed()
         used += keys.nbytes + values.nbytes
-        for segment in layer.sealed.segments:
-            live = len(segment.table.named().unique())
-            pages, shared = pages + live, shared + segment.pool.shared(segment.table)
-            used += live * segment.bytes_per_page
+        with layer.sealed.lock:
+            for segment in layer.sealed.segments:
+                live = len(segment.table.named().unique())
+                pages, shared = pages + live, shared + segment.pool.shared(segment.table)
+                used += live * segment.bytes_per_page
         per_token = sum(unsealed.shape[1] * unsealed.shape[3] for unsealed in (keys, values)) * layer.dtype.itemsize
         contiguous += layer.rows * layer.seen * per_token
         tokens = max(tokens, layer.rows * layer.seen)

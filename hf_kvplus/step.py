@@ -6,7 +6,7 @@ graph sees as opaque. On the CPU they look at the counts and skip what is not du
 page that is being filled is encoded at every step, into its reserved place, and counts once it is full.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 
@@ -101,8 +101,9 @@ class Plan:
             for pair in self.formats
             for format in pair
         ]
-        rest = [getattr(self, field.name) for field in fields(self)[1:]]
-        name = repr((described, rest))
+        kept = self.retention and (type(self.retention).__module__, type(self.retention).__qualname__)
+        rest = [self.page_size, self.capacity, self.residual, self.native_pages, self.masked_by_model]
+        name = repr((described, kept, self.retention and sorted(vars(self.retention).items()), rest))
         PLANS[name] = self
         return name
 
@@ -156,6 +157,7 @@ def append_(keys, values, *state) -> None:
         state.padding[:, where] = False
         state.counts[0] += new
         return
+    _check(state.counts[0] + new <= plan.capacity, "`reserve`: more tokens than there is room for")
     where = state.counts[0] - state.counts[1] + torch.arange(new, device=keys.device)
     state.tail_keys.index_copy_(2, where, keys)
     state.tail_values.index_copy_(2, where, values)
@@ -204,6 +206,15 @@ def _seal(state: StepState, plan: Plan) -> None:
     state.counts += torch.stack([torch.zeros_like(seen), page * due, due & to_native, due & to_last])
 
 
+def _check(condition: torch.Tensor, message: str) -> None:
+    """Raise unless `condition` holds; on a device, when it comes to it."""
+    if on_host(condition.device):
+        if not condition:
+            raise RuntimeError(message)
+        return
+    torch._assert_async(condition, message)
+
+
 def _next_page(state: StepState, plan: Plan, index: int, column, turn) -> torch.Tensor:
     """The numbers, int64 `[rows * heads]`, of the pages that a segment writes next."""
     table = state.tables[index]
@@ -214,6 +225,7 @@ def _next_page(state: StepState, plan: Plan, index: int, column, turn) -> torch.
             state.own_positions(queries), state.own_positions(held), state.first
         )[:, :, 0] & (held != NO_TOKEN)  # fmt: skip
         free = state.own & ~shown.unflatten(-1, (-1, plan.page_size)).any(-1)
+        _check(free.any(-1).all(), "no reserved page is free, which must not happen: please report it")
         column = free.int().argmax(-1, keepdim=True)
     else:
         column = torch.as_tensor(column + (not state.on_host), device=table.device).expand(*table.shape[:2], 1)

@@ -1,5 +1,6 @@
 """A layer with a reservation does what it would do without, in any order of its methods."""
 
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from unittest import mock
 
@@ -167,7 +168,7 @@ def test_a_step_on_a_device_never_waits(monkeypatch, name):
     addresses = [tensor.data_ptr() for tensor in layer.reservation.tensors()]
     for _ in range(40):
         with Forbid():
-            stand_ins = layer.update(keys, values)
+            stand_ins = layer.reservation.update(keys, values, layer)  # as in a graph, which does not ask what fits
             attend(sdpa_attention_forward, MODULE, query.repeat(1, 2, 1, 1), *stand_ins, None)
     assert addresses == [tensor.data_ptr() for tensor in layer.reservation.tensors()]
     assert int(layer.get_seq_length()) == 90
@@ -190,13 +191,115 @@ def test_rows_write_over_no_page_of_each_other():
 
 
 def test_more_tokens_than_reserved():
-    layer = build("int8", 40)
-    shown = torch.ones(1, 0, dtype=torch.bool)
-    keys = torch.randn(1, HEADS, 30, DIM)
-    ask(layer, keys, keys, keys.repeat(1, 2, 1, 1), shown)
+    """A graph cannot make room; without one, the layer grows as it would have."""
+    twins = Twins("int8", 1, 0)
+    twins.layers[0].reserve(40)
+    twins.give(30)
+    keys = torch.randn(1, HEADS, 11, DIM)
     with pytest.raises(ValueError, match="`reserve`: this cache has room for 40 tokens, 30 are stored and 11 more"):
-        layer.update(keys[:, :, :11], keys[:, :, :11])
-    assert int(layer.get_seq_length()) == 30
+        twins.layers[0].reservation.update(keys, keys, twins.layers[0])
+    assert int(twins.layers[0].get_seq_length()) == 30
+    assert twins.layers[0].is_compileable
+    for _ in range(30):
+        twins.give(1)
+        twins.compare()
+    assert not twins.layers[0].is_compileable
+
+
+def test_a_prompt_longer_than_the_reservation():
+    twins = Twins("int4", 1, 0)
+    twins.layers[0].reserve(40)
+    twins.give(60)
+    assert not twins.layers[0].is_compileable
+    twins.give(3)
+    twins.compare()
+
+
+@pytest.mark.parametrize("name", COMPOSITIONS)
+def test_forks_go_on_side_by_side(name):
+    """A fork that grows the storage they share leaves the other's pages as they are."""
+    twins = Twins(name, 2, 0)
+    twins.give(30)
+    branches = [tuple(layer.fork(1) for layer in twins.layers) for _ in range(2)]
+    for _ in range(70):
+        for branch in (twins.layers, *branches):
+            twins.layers, shown = branch, twins.shown
+            twins.give(1)
+            twins.shown, longer = shown, twins.shown
+        twins.shown = longer
+    for branch in branches:
+        twins.layers = branch
+        branch[0].take_back()
+        twins.compare()
+        twins.give(1)
+        twins.shown = twins.shown[:, :-1]
+    reserved, plain = twins.layers
+    if plain.retention is None:  # pages that leave a window are dropped at other times
+        assert collect([reserved]).bytes_used == collect([plain]).bytes_used
+
+
+@pytest.mark.parametrize("looks", [True, False])
+@pytest.mark.parametrize("window", [24, 40, 100])
+def test_padding_between_turns(looks, window):
+    """The window counts a row's own tokens, so it spans more pages than their number needs."""
+    with host_looks(looks):
+        layers = [layer_of("native", Sliding(window=window, sink_tokens=2), page_size=8) for _ in range(2)]
+        layers[0].reserve(CAPACITY)
+        shown = torch.ones(2, 0, dtype=torch.bool)
+        for turn in (60, 50, 13, 30, 9):
+            for new in (turn, *[1] * 25):
+                keys, values, query = torch.randn(3, 2, HEADS, new, DIM)
+                real = torch.arange(new) >= torch.tensor([[0], [new * 2 // 3]])
+                shown = torch.cat([shown, real], dim=1)
+                found, expected = (ask(layer, keys, values, query.repeat(1, 2, 1, 1), shown) for layer in layers)
+                assert_close("attention", found.flatten(2)[real], expected.flatten(2)[real], 1e-5)
+        assert layers[0].reservation is not None
+
+
+def test_rows_and_gradients_are_looked_at():
+    layer = build("int8", CAPACITY)
+    keys = torch.randn(3, HEADS, 30, DIM)
+    ask(layer, keys, keys, keys.repeat(1, 2, 1, 1), torch.ones(3, 0, dtype=torch.bool))
+    with pytest.raises(ValueError, match="`key_states` has 1 rows, but this cache holds 3"):
+        layer.update(keys[:1, :, :1], keys[:1, :, :1])
+    new = torch.randn(3, HEADS, 1, DIM, requires_grad=True)
+    out = ask(layer, new, new, keys[:, :, :1].repeat(1, 2, 1, 1), torch.ones(3, 0, dtype=torch.bool))
+    out.sum().backward()
+    assert new.grad.abs().sum() > 0
+
+
+def test_a_mask_that_shows_dropped_padding_is_refused_in_a_step():
+    layer = build("int8", CAPACITY)
+    keys, shown = torch.randn(2, HEADS, 50, DIM), torch.arange(50) >= torch.tensor([[0], [40]])
+    ask(layer, keys, keys, keys.repeat(1, 2, 1, 1), shown)
+    with pytest.raises(ValueError, match="shows tokens that were padding"):
+        ask(layer, keys[:, :, :1], keys[:, :, :1], keys[:, :, :1].repeat(1, 2, 1, 1), torch.ones_like(shown))
+
+
+def test_branches_in_threads():
+    """Forks share pages; what one does must not be seen by another, whenever it happens."""
+    prompt = torch.randn(2, 1, HEADS, 40, DIM)
+    root = layer_of("int8", page_size=8)
+    root.update(*prompt)
+    root.commit()
+    branches = [root.fork(1) for _ in range(4)]
+    told = [torch.randn(2, 1, HEADS, 300, DIM, generator=torch.Generator().manual_seed(i)) for i in range(4)]
+
+    def talk(number):
+        for token in range(300):
+            branches[number].update(*told[number][:, :, :, token : token + 1])
+            branches[number].commit()
+            if token % 50 == 0:
+                branches[number].reorder_cache(torch.tensor([0]))
+
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(talk, range(4)))
+    for branch, (keys, values) in zip(branches, told):
+        alone = layer_of("int8", page_size=8)
+        alone.update(torch.cat([prompt[0], keys], 2), torch.cat([prompt[1], values], 2))
+        alone.commit()
+        assert torch.equal(branch.keys, alone.keys)
+        assert torch.equal(branch.values, alone.values)
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,9 @@ class Retention:
     #: If true, pages are only dropped whole; if false, the survivors of several pages are sealed into new ones.
     whole_pages: ClassVar[bool] = False
 
+    #: If true, `select` keeps what `visible` shows and nothing else decides, so steps may run without asking it.
+    fixed: ClassVar[bool] = False
+
     #: Whether heads of one row may keep different tokens.
     per_head: ClassVar[bool] = True
 

@@ -24,6 +24,7 @@ class Sliding(Retention):
     window: int = 1024
     sink_tokens: int = 4
     whole_pages = True
+    fixed = True
     per_head = False
 
     def __post_init__(self) -> None:

@@ -103,7 +103,7 @@ def _backend(name: str, query, pages, tail_keys, mask):
         for kernel in KERNELS.values():
             if device != kernel.DEVICE or not kernel.by_default():
                 continue
-            if query.requires_grad and torch.is_grad_enabled():
+            if (query.requires_grad or tail_keys.requires_grad) and torch.is_grad_enabled():
                 continue  # kernels have no backward
             reason = kernel.missing()
             if reason:
