@@ -232,8 +232,16 @@ def test_tokens_of_extreme_size_in_float16():
         assert_close(f"{name} at {size}", out / size, expected / size, 1e-2 if size < 1 else 3e-3)
 
 
-def test_as_an_operator():
+@pytest.mark.parametrize("masked", [False, True])
+def test_as_an_operator(masked):
     """Schema, fake implementation and tracing."""
-    views, tail = [make_view("int8", 1, 1, 2, 16, 64, 80)], (make_tail(1, 1, 5, 64), make_tail(1, 1, 5, 80))
-    args = (torch.randn(1, 2, 1, 64), *triton.flattened(views), *tail, None, 0.1, None, None)
+    (view,) = views = [make_view("int8", 1, 1, 2, 16, 64, 80)]
+    query, tail = torch.randn(1, 2, 1, 64), (make_tail(1, 1, 5, 64), make_tail(1, 1, 5, 80))
+    mask = torch.ones(1, 1, 1, 37, dtype=torch.bool).tril(30) if masked else None
+    args = (query, *triton.flattened(views), *tail, mask, 0.1, None, None)
     torch.library.opcheck(torch.ops.hf_kvplus.decode_attention_triton.default, args)
+
+    def step(query, keys, values):
+        return triton.decode_attention(query, [view], keys, values, mask, 0.1, None, None)
+
+    assert torch.equal(torch.compile(step, fullgraph=True, backend="eager")(query, *tail), step(query, *tail))

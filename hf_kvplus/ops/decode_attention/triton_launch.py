@@ -164,7 +164,7 @@ def _visible(shared, view: View, splits: int, programs: int) -> Launch:
     units = max(view.table.shape[-1], view.slots * shared["KBITS"] // 16 // shared["WORDS"])
     room = triton.cdiv(units, splits)
     args = {name: shared[name] for name in visible_units.arg_names if name in shared}
-    args |= {"splits": splits, "room": room, "AT_ONCE": min(16, triton.next_power_of_2(room))}
+    args |= {"splits": splits, "room": room, "AT_ONCE": 16}
     args["UNITS"] = view.table.new_empty((programs, splits, room, 2))
     args["COUNTS"] = view.table.new_empty((programs, splits))
     if shared["MASK_ROWS"] and shared["MASK"] == "bool":
