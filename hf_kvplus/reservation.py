@@ -99,9 +99,11 @@ class Reservation:
         """Give `layer` the block tables, the tail and the counts of now."""
         state, segments = self.state, layer.sealed.segments
         seen, start, *columns = state.counts.tolist()
+        # Before that, pages are in the columns of their positions in every row, where `crop` looks for them.
+        evicted = layer.retention is not None and seen > layer.retention.capacity(seen)
         for index, segment in enumerate(segments):
             table = state.table(index)
-            if state.positions and segment is segments[-1]:
+            if evicted and segment is segments[-1]:
                 _in_order(segment.table, table, state.positions[index])
             else:
                 segment.table.replace(table[:, :, : columns[segment is segments[-1]]])
@@ -110,7 +112,7 @@ class Reservation:
             state.tail_keys[:, :, newest], state.tail_values[:, :, newest], state.padding[:, newest]
         )  # fmt: skip
         layer.seen = seen
-        if layer.retention is not None and seen > layer.retention.capacity(seen):
+        if evicted:
             layer.evicted_at = seen
 
     def seen_by(self, layer):
@@ -200,13 +202,10 @@ def _padding_behind(layer, capacity: int) -> torch.Tensor | None:
 
 
 def _in_order(table, ids: torch.Tensor, positions: torch.Tensor) -> None:
-    """Make `ids [rows, heads, columns]` the entries of `table`: oldest tokens first, without pages that hold none.
-
-    The newest pages of all rows stand in the same columns, so that `crop` finds them: rows with fewer pages begin late.
-    """
+    """Make `ids [rows, heads, columns]` the entries of `table`: oldest tokens first, without pages that hold none."""
     held = positions[ids.clamp(min=0).long()].masked_fill((ids == NULL_PAGE)[..., None], NO_TOKEN)
     oldest = torch.where(held == NO_TOKEN, torch.iinfo(held.dtype).max, held).amin(-1)
-    empty = (held == NO_TOKEN).all(-1)
-    order = oldest.masked_fill(empty, NO_TOKEN).argsort(dim=-1, stable=True)
-    fewest = int(empty.sum(-1).min()) if empty.numel() else 0
-    table.replace(ids.masked_fill(empty, NULL_PAGE).gather(-1, order)[:, :, fewest:])
+    order = oldest.argsort(dim=-1, stable=True)
+    ids = ids.masked_fill((held == NO_TOKEN).all(-1), NULL_PAGE).gather(-1, order)
+    table.replace(ids)
+    table.drop(ids == NULL_PAGE)

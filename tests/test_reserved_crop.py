@@ -33,3 +33,22 @@ def test_crop_into_the_pages_of_padded_rows(format, removed, padding):
         assert [p for p in plain if p >= 0] == [p for p in reserved if p >= 0]
     for plain, reserved in zip(found[0][1:], found[1][1:]):
         assert torch.equal(plain, reserved)
+
+
+@pytest.mark.parametrize("removed", [5, 9, 20])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_crop_into_padding_between_turns(rows, removed):
+    found = []
+    for reserve in (None, 200):
+        generator = torch.Generator().manual_seed(0)
+        layer = layer_of("native", Sliding(window=150, sink_tokens=2), page_size=8)
+        layer.reserve(reserve)
+        for new, padding in ((13, 0), (27, 22)):
+            layer.update(*torch.randn(2, rows, 2, new, 8, generator=generator))
+            layer.commit(torch.arange(new) < torch.tensor([padding, 0][:rows])[:, None])
+            layer.resume()
+        layer.crop(-removed)
+        layer.take_back()
+        found.append((layer.keys, layer.values))
+    for plain, reserved in zip(*found):
+        assert torch.equal(plain, reserved)
