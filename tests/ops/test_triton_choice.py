@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from test_cpu_kernel import make_tail
+from test_cpu_kernel import make_tail, make_view
 
 from hf_kvplus.ops import _triton
 from hf_kvplus.ops import decode_attention as package
@@ -44,3 +44,11 @@ def test_auto_takes_them_where_the_environment_says_so(monkeypatch, value, chose
     query = torch.empty(1, 4, 1, 64, device="meta")
     monkeypatch.setattr(package.triton, "DEVICE", "meta")
     assert package._backend("auto", query, [], query, None) is modules[chosen]
+
+
+def test_the_reference_is_plain_torch_throughout(monkeypatch):
+    """Even where its own reading of pages would be left to a kernel."""
+    monkeypatch.setattr(_triton, "serves", lambda *_: pytest.fail("the reference asked for a kernel"))
+    view = make_view("int8", 1, 1, 2, 16, 64, 64)
+    query, _, *tail = given()
+    assert decode_attention(query, [view], *tail, scale=0.1, backend="torch").isfinite().all()

@@ -2,7 +2,7 @@
 
 import torch
 
-from ..gather_pages import gather_pages
+from ..gather_pages.reference import gather_pages
 
 _BLOCK = 1024  # tokens of one row and head that are decoded at a time
 
