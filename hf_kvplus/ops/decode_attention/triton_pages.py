@@ -57,7 +57,8 @@ def attend_pages(
         slots = column * PAGE + token
         given, seen = load_mask(mask, mask_rows, slots, valid, MASK, MASK_ROWS)
         if MASK != "none" and UNITS is None and ONE_PAGE:
-            word_page = tl.where(tl.max(seen.to(tl.int32), 0) > 0, page, -1)
+            token_page = tl.where(tl.max(seen.to(tl.int32), 0) > 0, page, -1)
+            word_page, valid = token_page, seen
 
         scores = _scores(
             q, word_page, word, start, KD, KS, KZ,
