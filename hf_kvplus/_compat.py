@@ -3,6 +3,7 @@
 import inspect
 
 from transformers.generation import configuration_utils
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, create_chunked_causal_mask
 from transformers.utils.output_capturing import _active_collector
 
@@ -33,6 +34,16 @@ def takes_masks(module) -> bool:
     """Whether masks are made for the attention function that `module` asks for (for one of a user's own, or not)."""
     implementation = getattr(getattr(module, "config", None), "_attn_implementation", None)
     return implementation in ALL_MASK_ATTENTION_FUNCTIONS
+
+
+def takes_slot_masks(attention) -> bool:
+    """Whether one of transformers' attention functions applies a mask of ours; those of flash attention do not."""
+    return "flash" not in str(attention.__module__)
+
+
+def passes_over_scores(attention) -> bool:
+    """Whether an attention function ignores softcap and learned sinks (sdpa in 5.17, which we must follow)."""
+    return attention is sdpa_attention_forward
 
 
 def makes_masks_of_steps(config) -> bool:

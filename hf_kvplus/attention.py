@@ -8,8 +8,6 @@ from collections.abc import Callable
 from weakref import ref
 
 import torch
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
 from . import _compat, step
 from .errors import UnsupportedModelError
 from .layer import PagedLayer
@@ -98,7 +96,7 @@ def _attend_on_host(inner: Callable, module, query, key: StandIn, value: StandIn
     layer.learn_padding(padding_of(mask, layer, new))
     pages, tail = layer.sealed.view(), layer.unsealed()
     from_pages = new <= MAX_DECODE_TOKENS or has_kernel(query, pages, tail[0])
-    from_pages = from_pages or (evicts and "flash" in str(inner.__module__))  # which takes no slot masks
+    from_pages = from_pages or (evicts and not _compat.takes_slot_masks(inner))
     if evicts and (by_position or unmasked):
         # Without a mask, exactly the tokens that a layer of transformers would hold.
         span = slice(1 - layer.retention.window - new, None) if unmasked else slice(None)
@@ -134,8 +132,8 @@ def _attend_on_host(inner: Callable, module, query, key: StandIn, value: StandIn
 
 
 def _score_options(inner: Callable, kwargs: dict) -> dict:
-    """Softcap and sinks of the call, unless `inner` passes them over (sdpa in transformers 5.17): we must then too."""
-    if inner is sdpa_attention_forward:
+    """Softcap and sinks of the call, as far as `inner` heeds them."""
+    if _compat.passes_over_scores(inner):
         return {"softcap": None, "sinks": None}
     return {"softcap": kwargs.get("softcap"), "sinks": kwargs.get("s_aux")}
 
@@ -207,7 +205,7 @@ def _visible_slots(layer: PagedLayer, mask, new: int, module, kwargs) -> torch.T
     if evicts:
         # Where the model masks for itself, hide what a layer of transformers would not hold: some models rely on that.
         own = queries[:1] if layer.masked_by_model else layer.own_positions(queries.expand(layer.rows, 1, -1))
-        kept = layer.retention.visible(own, layer.own_positions(positions), layer.own_first)
+        kept = layer.retention.visible(own, layer.own_positions(positions), layer.padding.own_first)
     return visible(positions, queries, mask, causal=order, window=window, kept=kept)
 
 

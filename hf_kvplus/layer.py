@@ -2,11 +2,11 @@
 
 The life of a token: `update` takes it (a prompt is held as it came until its attention has run; decoded tokens go
 straight to the tail), `_seal_whole_pages` encodes them, the policy is asked once a row exceeds its budget by a page.
-Sealing and evicting happen at the start of the next `update`, so that a rejected draft (`crop`) leaves no trace.
+Sealing and evicting (`eviction.py`) happen at the start of the next `update`, so that a rejected draft (`crop`) leaves no
+trace.
 """
 
 import copy
-import functools
 import math
 from collections import Counter
 
@@ -14,29 +14,19 @@ import torch
 from torch.nn.functional import pad
 from transformers.cache_utils import CacheLayerMixin
 
+from . import eviction
 from .errors import UnsupportedModelError
 from .formats import FormatSpec
+from .guards import storing
+from .padding import Padding
 from .placement import Placement
 from .reservation import Reservation
-from .retention import LayerState, Retention
+from .retention import Retention
 from .sealed import SealedTokens
 from .segment import NO_TOKEN
 from .standin import StandIn
 from .step import MAX_DECODE_TOKENS
 from .tail import Tail
-
-
-def _storing(method):
-    """Keep what `method` stores open to later writes: tensors made in `torch.inference_mode` are closed outside it."""
-
-    @functools.wraps(method)
-    def run(self, *args, **kwargs):
-        if not torch.is_inference_mode_enabled():
-            return method(self, *args, **kwargs)
-        with torch.inference_mode(False), torch.no_grad():
-            return method(self, *args, **kwargs)
-
-    return run
 
 
 class PagedLayer(CacheLayerMixin):
@@ -88,13 +78,12 @@ class PagedLayer(CacheLayerMixin):
         self.is_initialized = False
         self.seen = 0
         self.evicted_at = 0  # `seen` when tokens were last evicted: no crop can go back behind it
-        self.first: torch.Tensor | None = None  # position of each row's first token that is not padding
+        self.padding: Padding | None = None
         self.opened_at = math.inf  # `seen` when every row had such a token: until then, any update is part of a prompt
         self.sealed: SealedTokens | None = None
         self.tail: Tail | None = None
-        self._gaps: torch.Tensor | None = None  # bool [rows, n]: padding that came after a row's first token
         self._pending: tuple[torch.Tensor, torch.Tensor] | None = None  # given, but attention has not run yet
-        self._padding: torch.Tensor | None = None  # bool [rows, pending]: which of those are padding
+        self._hidden: torch.Tensor | None = None  # bool [rows, pending]: which of those are padding
         self._untold = 0  # newest tokens of which is not known yet whether they are padding
         self._grown = False  # pages were sealed since the policy was last asked
         self.reservation: Reservation | None = None
@@ -105,7 +94,7 @@ class PagedLayer(CacheLayerMixin):
             key_states, value_states, self.format, self.placement, self.page_size, self.retention is not None
         )
         self.tail = Tail(key_states, value_states)
-        self.first = torch.zeros(self.rows, dtype=torch.int64, device=self.device)
+        self.padding = Padding(self.rows, self.device)
         self.is_initialized = True
 
     @property
@@ -156,7 +145,7 @@ class PagedLayer(CacheLayerMixin):
         return int(self.reservation.seen) + new <= self.reservation.capacity
 
     @torch.compiler.disable
-    @_storing
+    @storing
     def _update(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[StandIn, StandIn]:
         self.take_back()
         if not self.is_initialized:
@@ -192,14 +181,14 @@ class PagedLayer(CacheLayerMixin):
             self.take_back()
         self.reserved = tokens
 
-    @_storing
+    @storing
     def resume(self) -> None:
         """Go (back) to steps of fixed tensors, if that was asked for and the prompt is stored."""
         at_rest = self.is_initialized and self._pending is None and self.opened_at <= self.seen
         if self.reservation is None and self.is_compileable and at_rest:
             self.reservation = Reservation(self, self.reserved)
 
-    @_storing
+    @storing
     def take_back(self) -> None:
         """Have the state on the host again."""
         if self.reservation is not None:
@@ -239,29 +228,15 @@ class PagedLayer(CacheLayerMixin):
 
     def _unsealed_padding(self) -> torch.Tensor | None:
         """Bool `[rows, unsealed]`: which of the unsealed slots hold no token; `None` if all do."""
-        if self.tail.padding is None and self._padding is None:
+        if self.tail.padding is None and self._hidden is None:
             return None
         pending = self._pending[0].shape[-2] if self._pending else 0
         blank = torch.zeros((self.rows, pending), dtype=torch.bool, device=self.device)
-        return torch.cat([self.tail.holes(), blank if self._padding is None else self._padding], dim=1)
+        return torch.cat([self.tail.holes(), blank if self._hidden is None else self._hidden], dim=1)
 
     def own_positions(self, positions: torch.Tensor, rows=slice(None)) -> torch.Tensor:
-        """`positions [rows, heads, n]` (of `rows`) as if all padding of a row stood before its first token.
-
-        Distances between them count the row's own tokens only. The newest token stays where it is.
-        """
-        if self._gaps is None:
-            return positions
-        gaps = self._gaps[rows]
-        behind = gaps.sum(1, keepdim=True) - gaps.cumsum(1)
-        behind = pad(behind, (0, self.seen - behind.shape[1])).to(positions.dtype)
-        behind = behind[:, None].expand(-1, positions.shape[1], -1).gather(-1, positions.clamp(min=0).long())
-        return torch.where(positions == NO_TOKEN, positions, positions + behind)
-
-    @property
-    def own_first(self) -> torch.Tensor:
-        """`first` among the `own_positions`: the padding of every row."""
-        return self.first if self._gaps is None else self.first + self._gaps.sum(1)
+        """`positions [rows, heads, n]` (of `rows`) as `Padding.own_positions` has them."""
+        return self.padding.own_positions(positions, self.seen, rows)
 
     def dense(self, name: str) -> torch.Tensor:
         """`"keys"` or `"values"` of all slots, decoded, `[rows, heads, slots, dim]`; zeros where a page is missing."""
@@ -310,19 +285,14 @@ class PagedLayer(CacheLayerMixin):
         """
         if padding is None or not self._untold:
             return
-        self._untold, start = 0, self.seen - padding.shape[1]
-        leading = padding.long().cumprod(dim=1).sum(dim=1)
-        self.first = torch.where(self.first < start, self.first, start + leading)
+        self._untold = 0
+        self.padding.learn(padding, self.seen, with_gaps=not self.masked_by_positions)
         if self._pending is None:
             self.tail.hide(pad(padding, (self.tail.length - padding.shape[1], 0)))
         else:
-            self._padding = padding
-        gaps = padding & (torch.arange(start, self.seen, device=self.device) >= self.first[:, None])
-        if self.retention is not None and not self.masked_by_model and bool(gaps.any()):
-            known = gaps[:, :0] if self._gaps is None else self._gaps
-            self._gaps = torch.cat([pad(known, (0, start - known.shape[1])), gaps], dim=1)
+            self._hidden = padding
 
-    @_storing
+    @storing
     def commit(self, padding: torch.Tensor | None = None) -> None:
         """Store the tokens that `update` left pending, now that attention has used them as they came.
 
@@ -336,14 +306,14 @@ class PagedLayer(CacheLayerMixin):
         (keys, values), padding = self.unsealed(), self._unsealed_padding()
         prompt = self.seen == self._pending[0].shape[-2]
         copies = self._same_prompts(keys, values)
-        if self.seen < self.opened_at and (padding is None or bool((self.first < self.seen).all())):
+        if self.seen < self.opened_at and (padding is None or bool((self.padding.first < self.seen).all())):
             self.opened_at = self.seen
-        if prompt and self.retention is not None and not self.record_past and self._outgrown(self.seen):
-            self._seal_survivors(keys, values, padding, copies=copies)
+        if prompt and self.retention is not None and not self.record_past and eviction.outgrown(self, self.seen):
+            eviction.seal_survivors(self, keys, values, padding, copies=copies)
         else:
             # Drafts among these tokens may be cropped next: the last ones are kept as they came.
             self._seal_whole_pages(keys, values, padding, self.page_size if self.record_past else 0, copies)
-        self._pending = self._padding = None  # only now: tokens that cannot be encoded can still be cropped
+        self._pending = self._hidden = None  # only now: tokens that cannot be encoded can still be cropped
 
     def _settle(self) -> None:
         """Bring the layer to rest: nothing pending, the budget kept, full pages sealed."""
@@ -351,9 +321,9 @@ class PagedLayer(CacheLayerMixin):
         due = self.tail.length - self.format.residual >= self.page_size
         # Eviction comes first: what is sealed takes the place of what is dropped.
         if self.retention is not None and not self.retention.whole_pages:
-            self._evict_tokens()
+            eviction.evict_tokens(self)
         elif self.retention is not None and (due or self._grown):
-            self._evict_pages()
+            eviction.evict_pages(self)
         if self.tail.length - self.format.residual >= self.page_size:
             self._seal_whole_pages(self.tail.keys, self.tail.values, self.tail.padding)
         self._grown = False
@@ -388,74 +358,9 @@ class PagedLayer(CacheLayerMixin):
                 return 1
         return self.expansion
 
-    # --- evicting -------------------------------------------------------------------------------------------------
-
-    def _outgrown(self, stored: int, slack: int = 0) -> bool:
-        longest = self.seen - int(self.own_first.min())
-        return min(stored, longest) > self.retention.capacity(longest) + slack
-
-    def _seal_survivors(self, keys, values, padding, rows: torch.Tensor | None = None, copies: int = 1) -> None:
-        """Seal what the policy keeps of all tokens but the format's residual: in all rows, or in `rows`.
-
-        Args:
-            keys, values, padding: the unsealed tokens.
-        """
-        old = max(0, keys.shape[-2] - self.format.residual)
-        some = slice(None) if rows is None else rows
-        start = self.seen - keys.shape[-2]
-        positions = torch.arange(start, start + old, dtype=torch.int32, device=self.device)
-        positions = positions.expand(*keys[some].shape[:2], -1)
-        if padding is not None:
-            positions = positions.masked_fill(padding[some, None, :old], NO_TOKEN)
-        positions = torch.cat([self.sealed.slot_positions(some), positions], dim=-1)
-        exact = torch.float32 if self.sealed.slots else None  # what is sealed again is not rounded in between
-        tokens = {
-            name: torch.cat([self.sealed.read(name, some, exact), unsealed[some, :, :old]], dim=-2)
-            for name, unsealed in (("keys", keys), ("values", values))
-        }
-        numbers = torch.arange(self.rows, device=self.device)[some]
-        recent = keys.shape[-2] - old
-        own, first = self.own_positions(positions, some), self.own_first[some]
-        state = LayerState(own, self.seen, first, recent, lambda: tokens["keys"], numbers)
-        keep = self.retention.select(state) & (positions != NO_TOKEN)
-        self.sealed.repack(tokens["keys"], tokens["values"], positions, keep, rows, copies)
-        if rows is None:
-            self.tail.replace(keys[:, :, old:], values[:, :, old:], None if padding is None else padding[:, old:])
-        else:
-            slots = torch.zeros((self.rows, self.tail.length), dtype=torch.bool, device=self.device)
-            slots[rows, :old] = True
-            self.tail.hide(slots)
-        self.evicted_at = self.seen
-
-    def _evict_tokens(self) -> None:
-        """Let the policy choose in the rows that exceed their budget by a page.
-
-        A row's own tokens decide when, so that it fares as it would without the other rows of its batch.
-        """
-        least, slack = self.format.residual, self.page_size - 1
-        if self.slots <= max(self.retention.capacity(1), least) + slack:
-            return
-        budgets = [max(self.retention.capacity(self.seen - first), least) for first in self.own_first.tolist()]
-        held = (self.slot_positions() != NO_TOKEN).float().sum(-1).mean(-1)
-        due = (held > torch.tensor(budgets, device=self.device) + slack).nonzero().flatten()
-        if len(due):
-            self._seal_survivors(*self.unsealed(), self.tail.padding, rows=None if len(due) == self.rows else due)
-
-    def _evict_pages(self) -> None:
-        """Drop the pages of which the policy keeps nothing, if the layer exceeds its budget by a page."""
-        if not self._outgrown(self.slots, slack=self.page_size - 1):
-            return
-        positions = self.sealed.slot_positions()
-        rows = torch.arange(self.rows, device=self.device)
-        read = functools.partial(self.sealed.read, "keys")
-        own = self.own_positions(positions)
-        state = LayerState(own, self.seen, self.own_first, self.tail.length, read, rows)
-        if self.sealed.drop_empty(self.retention.select(state) & (positions != NO_TOKEN)):
-            self.evicted_at = self.seen
-
     # --- rows and rollback ----------------------------------------------------------------------------------------
 
-    @_storing
+    @storing
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the newest `-tokens_to_remove` tokens (0 or less, as transformers 5.19 and later have it)."""
         tokens_to_remove = int(tokens_to_remove)  # transformers 5.17 hands over a tensor
@@ -470,7 +375,7 @@ class PagedLayer(CacheLayerMixin):
         target = max(0, self.seen + tokens_to_remove)
         if self._pending is not None and target <= self.seen - self._pending[0].shape[-2]:
             self.seen -= self._pending[0].shape[-2]
-            self._pending = self._padding = None
+            self._pending = self._hidden = None
         self.commit()
         if target < self.evicted_at:
             raise ValueError(
@@ -484,13 +389,12 @@ class PagedLayer(CacheLayerMixin):
         else:
             self.tail.replace(*self.sealed.truncate(self.sealed.slots - missing))
         self.seen = target
-        self.first = self.first.clamp(max=target)
-        self._gaps = None if self._gaps is None else self._gaps[:, :target].clone()
+        self.padding.crop(target)
         if target < self.opened_at:
             self.opened_at = math.inf
         self.resume()
 
-    @_storing
+    @storing
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Row `i` becomes what row `beam_idx[i]` was: pages by their numbers, the tail by copy."""
         if not self.is_initialized:
@@ -499,9 +403,7 @@ class PagedLayer(CacheLayerMixin):
         self.commit()
         self.sealed.select_rows(beam_idx)
         self.tail.select_rows(beam_idx)
-        self.first = self.first.index_select(0, beam_idx.to(self.device))
-        if self._gaps is not None:
-            self._gaps = self._gaps.index_select(0, beam_idx.to(self.device))
+        self.padding.select_rows(beam_idx)
         self.resume()
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -512,14 +414,14 @@ class PagedLayer(CacheLayerMixin):
         """Keep the rows `indices` (numbers, or a bool mask)."""
         self.reorder_cache(torch.arange(self.rows)[torch.as_tensor(indices).cpu()])
 
-    @_storing
+    @storing
     def fork(self, repeats: int) -> "PagedLayer":
         """An independent layer with every row `repeats` times, which shares this one's pages."""
         self.take_back()
         self.commit()
         twin = copy.copy(self)
         if self.is_initialized:
-            twin.sealed, twin.tail = self.sealed.fork(), self.tail.copy()
+            twin.sealed, twin.tail, twin.padding = self.sealed.fork(), self.tail.copy(), self.padding.copy()
             twin.batch_repeat_interleave(repeats)
         self.resume()
         return twin
@@ -551,7 +453,7 @@ class PagedLayer(CacheLayerMixin):
         """Bytes of every tensor and file that this layer holds, by tier."""
         if not self.is_initialized:
             return {}
-        loose = [*(self._pending or ()), self.first, self._gaps, self._padding]
+        loose = [*(self._pending or ()), self.padding.first, self.padding.gaps, self._hidden]
         loose = sum(tensor.nbytes for tensor in loose if tensor is not None)
         loose += self.reservation.bytes_beside(self) if self.reservation else 0
         tiers = Counter({str(self.device): self.tail.nbytes + loose})

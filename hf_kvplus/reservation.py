@@ -48,8 +48,8 @@ class Reservation:
             [part for segment in segments for part in segment.parts()],
             [segment.positions for segment in segments if segment.positions is not None],
             own,
-            layer.own_first,
-            _padding_behind(layer, capacity),
+            layer.padding.own_first,
+            layer.padding.behind(capacity),
         )
         tail.replace(tail.keys[:, :, :0], tail.values[:, :, :0])
         for tensor in self.tensors():
@@ -131,7 +131,7 @@ class Reservation:
 
     def bytes_beside(self, layer) -> int:
         """Bytes of what is held beside the pages and block tables that `layer` has now."""
-        known = [layer.first]
+        known = [layer.padding.first]
         for segment in layer.sealed.segments:
             known += [*segment.parts(), segment.table.ids, segment.positions]
         known = {tensor.data_ptr() for tensor in known if tensor is not None}
@@ -168,7 +168,7 @@ def _extend(layer, plan: Plan, native: int, last: int) -> torch.Tensor | None:
         segment.reserve(to_come - to_native)
     else:
         # Sinks and window may begin within a page, and one more is being filled. Padding in between takes slots too.
-        gaps = 0 if layer._gaps is None else int(layer._gaps.sum(1).max())
+        gaps = layer.padding.most_gaps()
         needed = min(-(-(layer.retention.capacity(plan.capacity) + gaps) // page) + 3, to_come + 1)
         own = torch.isin(segment.table.ids, segment.pool.unshared().to(layer.device))
         fewest = int(own.sum(-1).min()) if own.numel() else 0
@@ -190,15 +190,6 @@ def _with_room(tokens: torch.Tensor, room: int) -> torch.Tensor:
     grown = tokens.new_zeros(shape)
     grown.narrow(axis, 0, tokens.shape[axis]).copy_(tokens)
     return grown
-
-
-def _padding_behind(layer, capacity: int) -> torch.Tensor | None:
-    """Int32 `[rows, capacity]`: how much padding of a row comes after a position; `None` if there is none."""
-    if layer._gaps is None:
-        return None
-    gaps = layer._gaps.int()
-    behind = gaps.sum(1, keepdim=True) - gaps.cumsum(1)
-    return torch.nn.functional.pad(behind, (0, capacity - behind.shape[1])).int()
 
 
 def _in_order(table, ids: torch.Tensor, positions: torch.Tensor) -> None:

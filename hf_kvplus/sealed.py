@@ -1,27 +1,16 @@
 """All sealed tokens of a layer: a segment in the cache's format, behind one of native pages if the format wants it."""
 
 import copy
-import functools
 import threading
 
 import torch
 from torch.nn.functional import pad
 
 from .formats import FORMATS, FormatSpec
+from .guards import alone
 from .ops.decode_attention import PageView
 from .placement import Placement
 from .segment import NO_TOKEN, Segment
-
-
-def _alone(method):
-    """Run `method` while no fork of its object changes the pages that they share: forks may live in other threads."""
-
-    @functools.wraps(method)
-    def run(self, *args, **kwargs):
-        with self.lock:
-            return method(self, *args, **kwargs)
-
-    return run
 
 
 class SealedTokens:
@@ -84,7 +73,7 @@ class SealedTokens:
         """Int32 `[rows, heads, slots]`, `NO_TOKEN` where a slot is empty. Only with `track_positions`."""
         return self._joined([segment.slot_positions(rows) for segment in self.segments], dim=-1)
 
-    @_alone
+    @alone
     def append(self, keys: torch.Tensor, values: torch.Tensor, positions: torch.Tensor | None, copies: int = 1) -> None:
         """Seal whole pages of tokens behind those there are.
 
@@ -104,7 +93,7 @@ class SealedTokens:
         for segment, ids in written:
             segment.table.append(ids)
 
-    @_alone
+    @alone
     def repack(self, keys, values, positions, keep: torch.Tensor, rows: torch.Tensor | None = None, copies: int = 1):
         """Make the kept tokens, in order, the only ones. The last page of a row and head may be part empty.
 
@@ -135,13 +124,13 @@ class SealedTokens:
             segment.replace_rows(rows, keys[:, :, run], values[:, :, run], positions[:, :, run])
             start += length
 
-    @_alone
+    @alone
     def drop_empty(self, keep: torch.Tensor) -> bool:
         """Drop the pages of which `keep [rows, heads, slots]` holds no slot; whether there were any."""
         kept = keep.split([segment.slots for segment in self.segments], dim=-1)
         return any([segment.drop_empty(part) for segment, part in zip(self.segments, kept)])
 
-    @_alone
+    @alone
     def truncate(self, slots: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Keep the first `slots` slots. A page that is cut through is given back: keys, values, which are padding."""
         cut = slice(slots // self.page_size * self.page_size, slots)
@@ -155,13 +144,13 @@ class SealedTokens:
             slots -= columns * self.page_size
         return keys, values, padding
 
-    @_alone
+    @alone
     def select_rows(self, index: torch.Tensor) -> None:
         """Row `i` becomes what row `index[i]` was."""
         for segment in self.segments:
             segment.table.select_rows(index)
 
-    @_alone
+    @alone
     def fork(self) -> "SealedTokens":
         """The same tokens once more, by the same pages."""
         twin = copy.copy(self)

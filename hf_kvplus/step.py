@@ -15,6 +15,7 @@ from .formats import PageFormat
 from .ops.decode_attention import PageView, decode_attention
 from .ops.gather_pages import gather_pages
 from .ops.seal_pages import seal_pages
+from .padding import shifted
 from .pages import NULL_PAGE
 from .retention import Retention
 from .segment import NO_TOKEN, without_holes
@@ -66,10 +67,7 @@ class StepState:
 
     def own_positions(self, positions: torch.Tensor) -> torch.Tensor:
         """`positions [rows, heads, n]` as if all padding of a row stood before its first token."""
-        if self.behind is None:
-            return positions
-        behind = self.behind[:, None].expand(-1, positions.shape[1], -1).gather(-1, positions.clamp(min=0).long())
-        return torch.where(positions == NO_TOKEN, positions, positions + behind)
+        return shifted(positions, self.behind)
 
 
 @dataclass(frozen=True)

@@ -388,7 +388,7 @@ class Layer(RuleBasedStateMachine):
             assert layer.batch_size == model.rows
             assert layer.get_mask_sizes(3) == (model.seen + 3, 0)
             if not model.pending and (self.policy is not None or not model.cropped):
-                assert layer.first.tolist() == model.first.tolist()
+                assert layer.padding.first.tolist() == model.first.tolist()
             if self.format.native_pages:
                 assert layer.sealed.segments[0].table.columns <= self.format.native_pages
             for name, tokens in (("keys", model.keys), ("values", model.values)):

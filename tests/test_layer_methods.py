@@ -80,7 +80,7 @@ def test_padding_is_known_however_short_the_chunks_of_a_prompt(llama, chunk, pol
     ids = torch.cat([torch.nn.functional.pad(prompt, (60 - prompt.shape[1], 0)) for prompt in prompts])
     mask = torch.arange(60) >= 60 - torch.tensor(lengths)[:, None]
     together, cache = logits(ids, mask.long())
-    assert cache.layers[0].first.tolist() == [0, 39, 51]
+    assert cache.layers[0].padding.first.tolist() == [0, 39, 51]
     for row, prompt in enumerate(prompts):
         alone, _ = logits(prompt, torch.ones_like(prompt))
         assert_close(f"logits of row {row}", together[row], alone[0])

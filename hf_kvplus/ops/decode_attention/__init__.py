@@ -1,4 +1,4 @@
-"""Attention of a few query tokens over paged keys and values, without building the dense cache."""
+"""Attention of new tokens over paged keys and values, without building the dense cache."""
 
 import warnings
 from collections.abc import Sequence
