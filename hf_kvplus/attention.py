@@ -8,6 +8,7 @@ from collections.abc import Callable
 from weakref import ref
 
 import torch
+
 from . import _compat, step
 from .errors import UnsupportedModelError
 from .layer import PagedLayer
