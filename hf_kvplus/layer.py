@@ -2,7 +2,7 @@
 
 The life of a token: `update` takes it (a prompt is held as it came until its attention has run; decoded tokens go
 straight to the tail), `_seal_whole_pages` encodes them, the policy is asked once a row exceeds its budget by a page.
-Sealing and evicting (`eviction.py`) happen at the start of the next `update`: a rejected draft (`crop`) leaves no trace.
+Sealing and evicting (`eviction.py`) happen when the next `update` starts, so a rejected draft (`crop`) leaves no trace.
 """
 
 import copy
