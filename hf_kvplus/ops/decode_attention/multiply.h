@@ -47,13 +47,13 @@ constexpr int kRows = 4, kVectors = W == 16 ? 4 : 2;  // accumulators that fit t
 template <int ROWS, int STEPS, class M>
 inline void multiply_block(
     const M& m, const float* a, int64_t lda, int64_t count, int64_t j, int64_t n, int64_t span, float* out, int64_t ldo,
-    bool accumulate) {
+    bool accumulate, const float* offset) {
   constexpr int V = STEPS * M::unit;
   F sums[ROWS][V];
 #pragma GCC unroll 16
   for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 16
-    for (int v = 0; v < V; v++) sums[r][v] = set1(0.f);
+    for (int v = 0; v < V; v++) sums[r][v] = set1(offset ? offset[r] : 0.f);
   const float* from[V];
   for (int v = 0; v < V; v++) {
     from[v] = a;
@@ -87,27 +87,31 @@ inline void multiply_block(
 
 template <int ROWS, class M>
 inline void multiply_rows(
-    const M& m, const float* a, int64_t lda, int64_t count, int64_t span, float* out, int64_t ldo, bool accumulate) {
+    const M& m, const float* a, int64_t lda, int64_t count, int64_t span, float* out, int64_t ldo, bool accumulate,
+    const float* offset) {
   constexpr int STEPS = std::max(1, kVectors / M::unit);
   int64_t j = 0;
   if constexpr (STEPS > 1)
     for (; j + STEPS * W <= span; j += STEPS * W)
-      multiply_block<ROWS, STEPS>(m, a, lda, count, j, W, span, out, ldo, accumulate);
+      multiply_block<ROWS, STEPS>(m, a, lda, count, j, W, span, out, ldo, accumulate, offset);
   for (; j < span; j += W)
-    multiply_block<ROWS, 1>(m, a, lda, count, j, std::min<int64_t>(W, span - j), span, out, ldo, accumulate);
+    multiply_block<ROWS, 1>(m, a, lda, count, j, std::min<int64_t>(W, span - j), span, out, ldo, accumulate, offset);
 }
 
-// out[r, l] (+)= sum over c < count of a[r, c] * m[c, l], for `lanes` values of l.
+// out[r, l] (+)= offset[r] + sum over c < count of a[r, c] * m[c, l], for `lanes` values of l; no `offset` is zeros.
 template <class M>
-void multiply(const M& m, const Matrix& a, int64_t count, int64_t lanes, const Matrix& out, bool accumulate) {
+void multiply(
+    const M& m, const Matrix& a, int64_t count, int64_t lanes, const Matrix& out, bool accumulate,
+    const float* offset = nullptr) {
   const int64_t blocks = (a.rows + kRows - 1) / kRows, span = lanes / M::unit;
   for (int64_t b = 0; b < blocks; b++) {
     const int64_t r = a.rows * b / blocks;
+    const float* own = offset ? offset + r : nullptr;
     switch (a.rows * (b + 1) / blocks - r) {
-      case 1: multiply_rows<1>(m, a[r], a.stride, count, span, out[r], out.stride, accumulate); break;
-      case 2: multiply_rows<2>(m, a[r], a.stride, count, span, out[r], out.stride, accumulate); break;
-      case 3: multiply_rows<3>(m, a[r], a.stride, count, span, out[r], out.stride, accumulate); break;
-      default: multiply_rows<4>(m, a[r], a.stride, count, span, out[r], out.stride, accumulate); break;
+      case 1: multiply_rows<1>(m, a[r], a.stride, count, span, out[r], out.stride, accumulate, own); break;
+      case 2: multiply_rows<2>(m, a[r], a.stride, count, span, out[r], out.stride, accumulate, own); break;
+      case 3: multiply_rows<3>(m, a[r], a.stride, count, span, out[r], out.stride, accumulate, own); break;
+      default: multiply_rows<4>(m, a[r], a.stride, count, span, out[r], out.stride, accumulate, own); break;
     }
   }
 }

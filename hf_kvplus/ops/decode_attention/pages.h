@@ -87,8 +87,10 @@ struct Packed {
     return groups * (3 * padded(rows) + n * (padded(rows) + 1)) + (split_groups() ? rows * padded(lanes) : 0);
   }
 
-  // out[r, l] += sum over c of a[r, c] * x[c, l] of a page
-  void multiply_page(int64_t page, const Matrix& a, const Matrix& out, float* memory) const {
+  // out[r, l] (+)= sum over c of a[r, c] * x[c, l] of a page
+  void multiply_page(int64_t page, const Matrix& a, const Matrix& out, bool accumulate, float* memory) const {
+    if (groups == 1) return multiply_one_group(page, a, out, accumulate, memory);
+    if (!accumulate) std::fill_n(out.data, out.rows * out.stride, 0.f);
     const int64_t width = padded(rows), n = a.rows;
     float *scales = memory, *zeros = scales + groups * width, *rest = zeros + groups * width;
     by_group(scale + page * rows * groups, scales, rest);
@@ -118,6 +120,29 @@ struct Packed {
   }
 
  private:
+  // As `multiply_page`, where a row has one scale and one zero.
+  void multiply_one_group(int64_t page, const Matrix& a, const Matrix& out, bool accumulate, float* memory) const {
+    const int64_t width = padded(rows), n = a.rows;
+    float* offsets = memory + n * width;
+    const Half *scales = scale + page * rows, *zeros = zero + page * rows;
+    for (int64_t r = 0; r < n; r += kRows) {
+      const int64_t end = std::min<int64_t>(kRows, n - r);
+      F totals[kRows];
+      for (int i = 0; i < kRows; i++) totals[i] = set1(0.f);
+      for (int64_t c = 0; c < rows; c += W) {
+        const F s = load(scales + c, rows - c), z = load(zeros + c, rows - c);
+        for (int64_t i = 0; i < end; i++) {
+          const F x = load(a[r + i] + c);
+          store(memory + (r + i) * width + c, mul(x, s));
+          totals[i] = fma(x, z, totals[i]);
+        }
+      }
+      for (int64_t i = 0; i < end; i++) offsets[r + i] = sum(totals[i]);
+    }
+    const Codes<BITS, false> codes{data + page * rows * (lanes / unit), lanes / unit, lanes, 0};
+    multiply(codes, {memory, n, rows, width}, rows, lanes, out, accumulate, offsets);
+  }
+
   // [rows, groups] as float [groups, padded rows]
   void by_group(const Half* from, float* to, float* memory) const {
     const int64_t width = padded(rows), count = rows * groups;
@@ -154,8 +179,7 @@ struct PackedKeys : Keys {
   }
   int64_t scratch(int64_t n) const override { return packed.scratch(n); }
   void score(const Place& at, const Matrix& q, const Matrix& scores, float* memory) const override {
-    std::fill_n(scores.data, scores.rows * scores.stride, 0.f);
-    packed.multiply_page(at.page, q, scores, memory);
+    packed.multiply_page(at.page, q, scores, false, memory);
   }
 };
 
@@ -167,7 +191,7 @@ struct PackedValues : Values {
   }
   int64_t scratch(int64_t n) const override { return packed.scratch(n); }
   void collect(const Place& at, const Matrix& weights, const Matrix& out, float* memory) const override {
-    packed.multiply_page(at.page, weights, out, memory);
+    packed.multiply_page(at.page, weights, out, true, memory);
   }
 };
 
