@@ -41,9 +41,6 @@ class Segment:
         self._names = {kind: {part: f"{kind}.{part}" for part in pages.parts} for kind, pages in self.formats.items()}
         layout = {self._names[kind][part]: spec for kind, f in self.formats.items() for part, spec in f.parts.items()}
         self.storage = placement.storage(layout, self.device)
-        self._in_place = placement.in_place
-        self._view: PageView | None = None  # asked for at every step, made anew only when a page was written
-        self._viewed: tuple[int, bool] | None = None
         self.pool = PagePool()
         self.table = self.pool.new_table(keys.shape[0], keys.shape[1], self.device)
         self.positions: torch.Tensor | None = None  # int32 [capacity, page_size]
@@ -65,20 +62,14 @@ class Segment:
 
     def view(self) -> PageView:
         """All pages as the operations read them."""
-        ids, now = self.table.ids, (self.storage.capacity, self.table.has_null)
-        if self._view is not None and self._view.block_table is ids and self._viewed == now:
-            return self._view
         parts = self.storage.view()
-        view = PageView(
+        return PageView(
             self._parts_of("keys", parts),
             self._parts_of("values", parts),
             *self.formats.values(),
-            ids,
+            self.table.ids,
             self.table.has_null,
         )
-        if self._in_place:  # else the pages are copies, to be let go of
-            self._view, self._viewed = view, now
-        return view
 
     def read(self, kind: str, rows=slice(None), dtype: torch.dtype | None = None) -> torch.Tensor:
         """`"keys"` or `"values"` of every slot (of `rows`), decoded; zeros where there is no page.
