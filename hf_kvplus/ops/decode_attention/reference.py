@@ -4,7 +4,7 @@ import torch
 
 from ..gather_pages.reference import gather_pages
 
-_BLOCK = 1024  # tokens of one row and head that are decoded at a time
+_BLOCK = 2**18  # numbers that are decoded at a time: few calls for little memory
 
 
 def decode_attention(query, pages, tail_keys, tail_values, mask, scale, softcap, sinks):
@@ -35,8 +35,9 @@ def _blocks(pages):
     """Runs of table columns: their view, their page numbers `[rows, kv_heads, n]`, the slots they fill."""
     start = 0
     for view in pages:
-        page = view.key_format.page_size
-        step = max(1, _BLOCK // page)
+        page, widest = view.key_format.page_size, max(view.key_format.dim, view.value_format.dim)
+        rows, heads, _ = view.block_table.shape
+        step = max(1, _BLOCK // (rows * heads * page * widest))
         for ids in view.block_table.split(step, dim=-1):
             stop = start + ids.shape[-1] * page
             yield view, ids, slice(start, stop)
