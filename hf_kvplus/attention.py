@@ -12,9 +12,8 @@ import torch
 from . import _compat, step
 from .errors import UnsupportedModelError
 from .layer import PagedLayer
-from .masks import of_slots, visible
+from .masks import by_position, of_slots, visible
 from .ops.decode_attention import decode_attention, has_kernel
-from .segment import NO_TOKEN
 from .standin import StandIn
 from .step import MAX_DECODE_TOKENS
 
@@ -146,10 +145,9 @@ def _is_causal(module, kwargs: dict) -> bool:
 
 def _weights_by_position(weights: torch.Tensor, layer: PagedLayer, new: int) -> torch.Tensor:
     """Attention weights `[rows, heads, new, slots]` with the columns that transformers' own layer would have."""
-    where = layer.slot_positions().long()
-    where = where.masked_fill(where == NO_TOKEN, layer.seen)  # the last column takes empty slots
-    where = where.repeat_interleave(weights.shape[1] // where.shape[1], dim=1)[:, :, None].expand_as(weights)
-    columns = weights.new_zeros((*weights.shape[:3], layer.seen + 1)).scatter_(-1, where, weights)[..., : layer.seen]
+    positions = layer.slot_positions()
+    positions = positions.repeat_interleave(weights.shape[1] // positions.shape[1], dim=1)
+    columns = by_position(weights.transpose(2, 3), positions, layer.seen).transpose(2, 3)
     return columns[..., 1 - layer.retention.window - new :] if layer.masked_by_model else columns
 
 

@@ -17,6 +17,7 @@ from . import eviction
 from .errors import UnsupportedModelError
 from .formats import FormatSpec
 from .guards import storing
+from .masks import by_position
 from .padding import Padding
 from .placement import Placement
 from .reservation import Reservation
@@ -249,10 +250,7 @@ class PagedLayer(CacheLayerMixin):
         dense = self.dense(name)
         if self.retention is None:
             return dense
-        out = dense.new_zeros((*dense.shape[:2], self.seen + 1, dense.shape[-1]))  # the last place takes empty slots
-        where = self.slot_positions().long()
-        where = where.masked_fill(where == NO_TOKEN, self.seen)[..., None].expand_as(dense)
-        return out.scatter_(2, where, dense)[:, :, : self.seen]
+        return by_position(dense, self.slot_positions(), self.seen)
 
     keys = property(lambda self: self.contiguous("keys") if self.is_initialized else None)
     values = property(lambda self: self.contiguous("values") if self.is_initialized else None)

@@ -41,6 +41,20 @@ def visible(
     return mask.masked_fill(~allowed, torch.finfo(mask.dtype).min)
 
 
+def by_position(tokens: torch.Tensor, positions: torch.Tensor, length: int) -> torch.Tensor:
+    """Slots put where they belong: `tokens [rows, heads, slots, dim]` as `[rows, heads, length, dim]`, zeros elsewhere.
+
+    Args:
+        positions: int `[rows or 1, heads or 1, slots]`; -1 where a slot holds no token.
+    """
+    where = positions.long().expand(tokens.shape[:3])
+    where = where.masked_fill(where == NO_TOKEN, length)[..., None].expand_as(
+        tokens
+    )  # the last place takes empty slots
+    out = tokens.new_zeros((*tokens.shape[:2], length + 1, tokens.shape[-1]))
+    return out.scatter_(2, where, tokens)[:, :, :length]
+
+
 def of_slots(table: torch.Tensor, positions: torch.Tensor, shown: torch.Tensor):
     """The columns of `table [rows or 1, heads or 1, q, positions]` that belong to the slots at `positions`.
 

@@ -282,10 +282,7 @@ def dense(values: bool, *state) -> torch.Tensor:
         for view in views
     ]
     tokens = torch.cat([*runs, tail], dim=2)
-    out = tokens.new_zeros((*tokens.shape[:2], plan.capacity + 1, tokens.shape[-1]))  # the last place takes empty slots
-    where = positions.expand(*tokens.shape[:3]).long()
-    where = where.masked_fill(where == NO_TOKEN, plan.capacity)[..., None].expand_as(tokens)
-    return out.scatter_(2, where, tokens)[:, :, : plan.capacity].contiguous()
+    return masks.by_position(tokens, positions, plan.capacity).contiguous()
 
 
 def _read(state: StepState, plan: Plan):
