@@ -121,7 +121,7 @@ class PagedLayer(CacheLayerMixin):
 
     get_max_cache_shape = get_max_length
 
-    def activate_past_recording(self) -> None:
+    def activate_past_recording(self, **kwargs) -> None:
         """Announce that `crop` follows the next updates: what it may take back is neither sealed nor evicted."""
         self.record_past = True
         if self.reservation is not None:

@@ -69,7 +69,7 @@ class ReferenceLayer(DynamicLayer):
         self.policy, self.page_size = policy, page_size
         self.record_past, self.passes = False, 0
 
-    def activate_past_recording(self) -> None:
+    def activate_past_recording(self, **kwargs) -> None:
         self.record_past = True
 
     def update(self, key_states, value_states, *args, **kwargs):
