@@ -93,9 +93,9 @@ def _prepare_static(self, cache_implementation, *args, **kwargs):
 
 
 @functools.wraps(GenerationMixin._prepare_cache_for_generation)
-def _prepare_cache(self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length):
-    arguments = generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
-    original = functools.partial(_originals["_prepare_cache_for_generation"], self, *arguments)
+def _prepare_cache(self, generation_config, model_kwargs, *args, **kwargs):
+    arguments = self, generation_config, model_kwargs, *args
+    original = functools.partial(_originals["_prepare_cache_for_generation"], *arguments, **kwargs)
     name, given = generation_config.cache_implementation, _compat.cache_key(model_kwargs)
     copies = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
     if name not in registry.names() or (given and not generation_config.is_assistant):
@@ -104,7 +104,7 @@ def _prepare_cache(self, generation_config, model_kwargs, generation_mode, batch
             cache = getattr(model_kwargs[given], "self_attention_cache", model_kwargs[given])
             if isinstance(cache, PagedCache):
                 cache.expand_prompt(copies)
-                _reserve(self, cache, *arguments)
+                _reserve(cache, **_named(*arguments, **kwargs))
         return result
 
     spec = None if name in registry.FACTORIES else registry.parse(name, generation_config.cache_config)
@@ -134,14 +134,19 @@ def _prepare_cache(self, generation_config, model_kwargs, generation_mode, batch
     else:
         model_kwargs[key] = cache
     if spec is not None:
-        _reserve(self, cache, *arguments)
+        _reserve(cache, **_named(*arguments, **kwargs))
     return result
 
 
-def _reserve(model, cache, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length) -> None:
+def _named(*args, **kwargs) -> dict[str, Any]:
+    """The arguments of `_prepare_cache_for_generation` by the names that this version of transformers gives them."""
+    return inspect.signature(_originals["_prepare_cache_for_generation"]).bind(*args, **kwargs).arguments
+
+
+def _reserve(cache, *, self, generation_config, model_kwargs, generation_mode, max_cache_length, **_) -> None:
     """Have the pages of the whole generation reserved if transformers would compile its steps then, or if asked to."""
     alone = model_kwargs[_compat.cache_key(model_kwargs)] is cache  # not half of an encoder-decoder's
-    fixed = alone and cache.spec.has_fixed_step and generation_mode in _COMPILED and _takes_fixed_steps(model, cache)
+    fixed = alone and cache.spec.has_fixed_step and generation_mode in _COMPILED and _takes_fixed_steps(self, cache)
     if not fixed or generation_config.output_attentions:  # their columns are the tokens seen
         cache.reserve_layers(None)
         return
@@ -154,7 +159,7 @@ def _reserve(model, cache, generation_config, model_kwargs, generation_mode, bat
     step = max(512, 2 ** (needed.bit_length() - 4))  # generations that differ by little share their graphs
     cache.reserve_layers(-(-needed // step) * step)
     # Without a compiler, only what was asked for is worth its memory; a layer of another kind may forbid fixed steps.
-    if not model._valid_auto_compile_criteria(model_kwargs, generation_config):
+    if not self._valid_auto_compile_criteria(model_kwargs, generation_config):
         cache.reserve_layers(needed if cache.spec.reserve and cache.is_compileable else None)
 
 
@@ -181,8 +186,8 @@ class _Name(str):
 
 
 @functools.wraps(AttentionInterface.get_interface)
-def _get_interface(self, attn_implementation, default):
-    inner = _originals["get_interface"](self, attn_implementation, default)
+def _get_interface(self, *args, **kwargs):
+    inner = _originals["get_interface"](self, *args, **kwargs)
     if inner not in _preceded:  # no `functools.cache`: torch.compile warns of those
         _preceded[inner] = _precede(inner)
     return _preceded[inner]
