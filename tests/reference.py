@@ -126,8 +126,13 @@ class ReferenceCache(DynamicCache):
 
 
 @contextmanager
-def reference_attention(model, cache: ReferenceCache, sharpness: float = 1.0):
-    """Within it, `model` attends to what `cache` says is still there; scores are multiplied by `sharpness`."""
+def reference_attention(model, cache: ReferenceCache, sharpness: float = 1.0, bias=None):
+    """Within it, `model` attends to what `cache` says is still there; scores are multiplied by `sharpness`.
+
+    Args:
+        bias: takes the distances int `[rows, 1, queries, tokens]` in the row's own tokens and answers what to add to
+            the scores; the mask that the model made then says no more than what is visible.
+    """
 
     def attention(module, query, key, value, mask, scaling, **kwargs):
         layer = cache.layers[module.layer_idx]
@@ -136,6 +141,11 @@ def reference_attention(model, cache: ReferenceCache, sharpness: float = 1.0):
             mask = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(query.dtype).min)
         shown = (mask > torch.finfo(mask.dtype).min / 2).any(1, keepdim=True)
         layer.learn_padding(shown.expand(key.shape[0], 1, -1, -1))
+        if bias is not None:
+            own = layer.real.cumsum(-1)[:, None]
+            mask = bias(own[..., -query.shape[2] :, None] - own[..., None, :]).masked_fill(
+                ~shown, torch.finfo(query.dtype).min
+            )
         visible = layer.visible(query.shape[2]).repeat_interleave(groups, dim=1)
         scores = query @ key.repeat_interleave(groups, dim=1).transpose(-1, -2) * scaling * sharpness
         weights = (scores + mask).masked_fill(~visible, torch.finfo(query.dtype).min).softmax(-1)

@@ -54,7 +54,7 @@ def table() -> dict[str, Row]:
         cells = [cell.strip() for cell in line.split("|")]
         for type_ in re.findall(r"`(\w+)`", cells[1]) if line.startswith("|") else []:
             rows[type_] = Row(True, cells[4] == "yes", cells[5] == "fused") if len(cells) == 8 else Row(False)
-            if "inline in transformers" in cells[-2] and not _asks_for_attention(type_):
+            if "inline before transformers" in cells[-2] and not _asks_for_attention(type_):
                 rows[type_] = Row(True)
     return rows
 

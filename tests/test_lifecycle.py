@@ -20,8 +20,11 @@ CACHES = {
     "keydiff": ("keydiff_paged_int8", {"budget": 20}),
     "disk": ("offloaded_paged_int8", {"offload_to": "disk"}),
     "reserved": ("paged_native", {"reserve": 300}),
-    "reserved window": ("sliding_paged_int8", {"window": 20, "sink_tokens": 2, "reserve": 300}),
+    "reserved window": ("sliding_paged_native", {"window": 20, "sink_tokens": 2, "reserve": 300}),
+    "reserved window int8": ("sliding_paged_int8", {"window": 20, "sink_tokens": 2, "reserve": 300}),
 }
+#: A copy reserves pages in another order, and so sums in another order: a code of int8 may come out one higher.
+COPIED = {"reserved window int8": 2e-3}
 TURNS = [prompts(30, 17), prompts(5, 9), prompts(20, 3)]
 
 
@@ -81,7 +84,7 @@ def test_methods_outside_of_inference_mode(model, kind):
 def test_copies_between_turns(model, kind, copied):
     expected = answers(model, cache_of(model, kind))
     for found, one in zip(answers(model, cache_of(model, kind), copied), expected):
-        assert_same_run(found, one)
+        assert_same_run(found, one, COPIED.get(kind, ROUNDING))
 
 
 @pytest.mark.parametrize("kind", ["native", "reserved", "sliding", "keydiff"])

@@ -114,3 +114,27 @@ def test_another_mode_outgrows_what_was_reserved_for_a_compiler(mode, compiling)
             cache.batch_repeat_interleave(2)
         runs.append(generate(model, inputs, **{name: cache}, **LATER[mode]))
     assert runs[0].sequences.tolist() == runs[1].sequences.tolist()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("steps", [(30, 1, 1, 1), (30, 5, 1, 9)])
+def test_a_mask_per_head_over_a_reservation(llama, rows, steps):
+    """Longer than what was seen, with a bias of its own for every query head."""
+    name, logits = _compat.forward_cache_name(llama), []
+    for reserve in (None, 64):
+        generator, cache, outs = torch.Generator().manual_seed(0), hf_kvplus.PagedCache(llama.config, page_size=8), []
+        cache.reserve(reserve)
+        for new in steps:
+            seen = int(cache.get_seq_length())
+            ids = torch.randint(3, 128, (rows, new), generator=generator)
+            hidden = torch.arange(64) > torch.arange(seen, seen + new)[:, None]
+            mask = torch.randn(rows, 4, new, 64, generator=generator).masked_fill(
+                hidden, torch.finfo(torch.float32).min
+            )
+            width = cache.layers[0].get_mask_sizes(new)[0]
+            outs.append(llama(ids, attention_mask=mask[..., :width], **{name: cache}).logits)
+        logits.append(outs)
+    assert any(layer.reservation is not None for layer in cache.layers)
+    for found, expected in zip(*logits):
+        assert_close("logits", found, expected, ROUNDING)

@@ -341,7 +341,8 @@ MULTIMODAL: dict[str, dict] = {
         "vision_end_token_id": _IMAGE_TOKEN - 3,
     },
 }
-_PIXELS = {"llava", "gemma3", "paligemma"}
+#: With weights of seed 0, two beams of paligemma are as likely within 1e-6: rounding decides which one stays.
+_SEEDS = {"paligemma": 2}
 
 
 def names() -> list[str]:
@@ -367,7 +368,7 @@ def build(name: str) -> transformers.PreTrainedModel:
     elif name in MULTIMODAL:
         auto = transformers.AutoModelForMultimodalLM
     config = _config(name)
-    torch.manual_seed(0)
+    torch.manual_seed(_SEEDS.get(name, 0))
     model = auto.from_config(config).eval()
     for parameter in model.parameters():
         if parameter.ndim == 2 and parameter.is_floating_point():
