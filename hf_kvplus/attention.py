@@ -21,7 +21,7 @@ from .step import MAX_DECODE_TOKENS
 _HONOURED = {"scaling", "softcap", "s_aux", "sliding_window", "is_causal", "dropout", "position_bias"}
 _WITHOUT_EFFECT = {"position_ids", "cache_position", "cache", "past_key_values", "use_cache", "kwargs", "layer_idx"}
 _WITHOUT_EFFECT |= {"output_attentions", "output_hidden_states", "return_dict", "logits_to_keep", "token_type_ids"}
-_WITHOUT_EFFECT |= {"output_router_logits"}
+_WITHOUT_EFFECT |= {"output_router_logits", "mm_token_type_ids"}
 _WITHOUT_EFFECT |= {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "num_items_in_batch"}
 _KNOWN = _HONOURED | _WITHOUT_EFFECT
 

@@ -2,16 +2,28 @@
 
 import copy
 import dataclasses
+import functools
 from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedConfig
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+    LinearAttentionLayer,
+)
 
 from . import registry
 from .errors import UnsupportedModelError, invalid
 from .formats import FormatSpec
+from .hybrid import HybridPagedLayer
 from .layer import PagedLayer
 from .registry import CacheSpec
 from .retention import Retention
@@ -80,7 +92,7 @@ class PagedCache(DynamicCache):
         return paged
 
     def _pave(self, spec: CacheSpec) -> None:
-        # Linear, hybrid, indexed and dummy layers stay transformers' own: only these two exact types become pages.
+        # Linear, indexed and dummy layers stay transformers' own: only a few exact types become pages.
         self.spec = spec
         formats = spec.format.of(len(self.layers))
         self.layers = [_paged(layer, spec, format) for layer, format in zip(self.layers, formats)]
@@ -141,9 +153,9 @@ class PagedCache(DynamicCache):
                 twin.layers.append(layer.fork(repeats))
                 continue
             layer = copy.deepcopy(layer)
-            if repeats > 1 and layer.is_initialized:
-                rows = layer.batch_size if hasattr(layer, "batch_size") else layer.keys.shape[0]
-                layer.reorder_cache(torch.arange(rows).repeat_interleave(repeats))
+            held = [leaf for leaf in tree_leaves(vars(layer)) if isinstance(leaf, torch.Tensor) and leaf.ndim > 1]
+            if repeats > 1 and held:
+                layer.reorder_cache(torch.arange(held[0].shape[0]).repeat_interleave(repeats))
             twin.layers.append(layer)
         return twin
 
@@ -166,14 +178,17 @@ class PagedCache(DynamicCache):
 def _paged(layer, spec: CacheSpec, format: FormatSpec):
     """The paged layer to stand in `layer`'s place, or `layer` itself if it is of a kind that we leave alone."""
     build = {"format": format, "placement": spec.placement, "page_size": spec.page_size, "reserve": spec.reserve}
-    if type(layer) is DynamicLayer:
-        return PagedLayer(**build, retention=spec.retention)
-    if type(layer) is DynamicSlidingWindowLayer:
+    kind = PagedLayer
+    if isinstance(layer, LinearAttentionLayer):
+        kind = functools.partial(HybridPagedLayer, layer.number_of_states)
+    if type(layer) in (DynamicLayer, LinearAttentionAndFullAttentionLayer):
+        return kind(**build, retention=spec.retention)
+    if type(layer) in (DynamicSlidingWindowLayer, LinearAttentionAndSlidingWindowAttentionLayer):
         # The model's own window bounds the layer already: a window of the user's may narrow it.
         own, narrower = Sliding(window=layer.sliding_window, sink_tokens=0), spec.retention
         if isinstance(narrower, Sliding) and narrower.window < own.window:
-            return PagedLayer(**build, retention=narrower, is_sliding=True)
-        return PagedLayer(**build, retention=own, is_sliding=True, masked_by_model=True)
+            return kind(**build, retention=narrower, is_sliding=True)
+        return kind(**build, retention=own, is_sliding=True, masked_by_model=True)
     return layer
 
 

@@ -446,8 +446,12 @@ class PagedLayer(CacheLayerMixin):
             for segment in self.sealed.segments:
                 segment.storage.prefetch()
 
+    def beside(self) -> dict:
+        """What this layer holds beside keys and values, by attribute."""
+        return {}
+
     def bytes_by_tier(self) -> dict[str, int]:
-        """Bytes of every tensor and file that this layer holds, by tier."""
+        """Bytes of every tensor and file that keys and values take in this layer, by tier."""
         if not self.is_initialized:
             return {}
         loose = [*(self._pending or ()), self.padding.first, self.padding.gaps, self._hidden]

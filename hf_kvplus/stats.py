@@ -47,12 +47,12 @@ def collect(layers) -> CacheStats:
     tiers: Counter[str] = Counter()
     tokens = pages = shared = used = contiguous = 0
     for layer in layers:
-        if not isinstance(layer, PagedLayer):
-            held = [leaf for leaf in tree_leaves(vars(layer)) if isinstance(leaf, torch.Tensor)]
-            for tensor in held:
+        paged = isinstance(layer, PagedLayer)
+        for tensor in tree_leaves(layer.beside() if paged else vars(layer)):
+            if isinstance(tensor, torch.Tensor):
                 tiers[str(tensor.device)] += tensor.nbytes
-            used += sum(tensor.nbytes for tensor in held)
-            contiguous += sum(tensor.nbytes for tensor in held)
+                used, contiguous = used + tensor.nbytes, contiguous + tensor.nbytes
+        if not paged:
             continue
         tiers.update(layer.bytes_by_tier())
         if not layer.is_initialized:

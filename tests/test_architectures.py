@@ -27,6 +27,8 @@ PAGES = {"page_size": 8}
 #: Relative RMS of a step's logits when only the order of float32 sums differs.
 ROUNDING = 1e-5
 ILL_CONDITIONED = {"gemma4_text": 1e-4}  # sdpa and eager of transformers differ as much
+#: What int8 may lose; `kolibri1_1` rounds its keys to four bits, which makes a small difference a large one.
+INT8 = {"gemma4_text": 0.1, "kolibri1_1": 0.1}
 
 #: Padding changes what these answer, with `DynamicCache` too.
 PADDING_SHOWS = ("minimax_m3_vl_text", "recurrent_gemma")
@@ -139,7 +141,7 @@ def test_int8_is_close(name):
     tokens, logits = dynamic(name, attention)
     out = generate(name, attention, string="paged_int8", logits_processor=[_Forced(tokens)])
     assert out.sequences.tolist() == tokens.tolist()
-    assert_close(f"logits of {name}", torch.stack(out.logits), logits, 0.1 if name in ILL_CONDITIONED else 0.02)
+    assert_close(f"logits of {name}", torch.stack(out.logits), logits, INT8.get(name, 0.02))
 
 
 @pytest.mark.parametrize("string", EVICTING)

@@ -143,6 +143,22 @@ TEXT: dict[str, dict] = {
     "olmo2": {},
     "olmo3": _MIXED,
     "olmoe": {},
+    "ergo": {},
+    "minicpm5_moe": {"mlp_layer_types": ["dense", "sparse"]},
+    "kolibri1_1": {
+        "num_hidden_layers": 3,
+        "layer_types": ["sliding_attention", "indexed_attention", "indexed_attention"],
+        "index_layers": [1],
+        "kv_source_layers": [0, 1, 1],
+        "index_num_heads": 1,
+        "index_topk": 16,
+        "index_pool_size": 64,
+        "index_compression": 4,
+        "index_num_local_tokens": 4,
+        "index_num_sink_tokens": 2,
+        "mlp_only_intermediate_size": 48,
+    },
+    "param2moe": {},
     "granite": {},
     "granitemoe": {},
     "starcoder2": {},
@@ -199,12 +215,20 @@ TEXT: dict[str, dict] = {
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"], "shared_intermediate_size": 24},
     "nemotron_h": {"layer_types": ["linear_attention", "full_attention", "mlp"], "num_hidden_layers": 3},
     "zamba2": {"layers_block_type": ["linear_attention", "hybrid", "linear_attention"], "num_hidden_layers": 3},
+    "zamba": {
+        "num_hidden_layers": 3,
+        "layers_block_type": ["linear_attention", "linear_attention", "hybrid"],
+        "num_key_value_heads": 4,
+        "attention_head_dim": 16,
+    },
+    "zaya": {"num_experts_per_tok": 1, "layer_types": ["hybrid_sliding", "hybrid"], "router_hidden_size": 16},
     "falcon_h1": {"mamba_d_ssm": 64, "mamba_chunk_size": 8},
     "mamba": {},
     "mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 1, "chunk_size": 8},
     "recurrent_gemma": {"attention_window_size": WINDOW, "num_hidden_layers": 3, "lru_width": 32},
     "deepseek_v32": _MLA,
     "glm_moe_dsa": _MLA,
+    "axk2": _MLA,
     "hy_v4": {},
     "deepseek_v4": {},
     "inkling_text": {},
@@ -340,6 +364,35 @@ MULTIMODAL: dict[str, dict] = {
         "vision_start_token_id": _IMAGE_TOKEN - 2,
         "vision_end_token_id": _IMAGE_TOKEN - 3,
     },
+    "llava_onevision1_5": {
+        "text_config": {"model_type": "qwen3", **_TEXT_PART, "head_dim": 16},
+        "vision_config": {
+            "depth": 2,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_heads": 4,
+            "patch_size": 4,
+            "out_hidden_size": 32,
+        },
+        "image_token_id": _IMAGE_TOKEN,
+        "video_token_id": _IMAGE_TOKEN - 1,
+        "vision_start_token_id": _IMAGE_TOKEN - 2,
+        "vision_end_token_id": _IMAGE_TOKEN - 3,
+    },
+    "ovis2_5": {
+        "text_config": {"model_type": "qwen3", **_TEXT_PART, "head_dim": 16},
+        "vision_config": {
+            **{name: size for name, size in _VISION_PART.items() if name != "projection_dim"},
+            "patch_size": 4,
+            "vocab_size": 24,
+        },
+        "image_token_id": _IMAGE_TOKEN,
+        "video_token_id": _IMAGE_TOKEN - 1,
+        "image_start_token_id": _IMAGE_TOKEN - 2,
+        "image_end_token_id": _IMAGE_TOKEN - 3,
+        "video_start_token_id": _IMAGE_TOKEN - 4,
+        "video_end_token_id": _IMAGE_TOKEN - 5,
+    },
 }
 #: With weights of seed 0, two beams of paligemma are as likely within 1e-6: rounding decides which one stays.
 _SEEDS = {"paligemma": 2}
@@ -417,10 +470,11 @@ def inputs(name: str, model: transformers.PreTrainedModel, lengths: tuple[int, .
             batch["aspect_ratio_ids"] = torch.ones((rows, 1), dtype=torch.long)
             batch["aspect_ratio_mask"] = torch.ones((rows, 1, 1), dtype=torch.long)
             pixels = pixels[:, None, None]
-        if name == "qwen2_vl":
-            pixels = torch.randn((rows * 16, 3 * 2 * 4 * 4), generator=generator)
+        if name in ("qwen2_vl", "llava_onevision1_5", "ovis2_5"):
+            pixels = torch.randn((rows * 16, 3 * (2 if name == "qwen2_vl" else 1) * 4 * 4), generator=generator)
             batch["image_grid_thw"] = torch.tensor([[1, 4, 4]] * rows)
             ids[:, -7] = _IMAGE_TOKEN - 2  # the vision start token, by which beam search counts images
+            ids[:, -2] = _IMAGE_TOKEN - 3 if name == "ovis2_5" else ids[:, -2]  # and where the image ends
             batch["mm_token_type_ids"] = (ids == _IMAGE_TOKEN).long()
         if name in ("gemma3", "paligemma"):
             batch["token_type_ids"] = (ids == _IMAGE_TOKEN).long()
