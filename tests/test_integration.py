@@ -485,3 +485,19 @@ def test_the_registry_is_told_apart_from_transformers(model):
     assert type(generate(model, prompts(10), cache_implementation="dynamic").past_key_values) is DynamicCache
     with pytest.raises(ValueError, match="cache_implementation"):
         GenerationConfig(cache_implementation="nonsense").validate(strict=True)
+
+
+def test_hub_kernels_wrap_no_attention_function():
+    """Of transformers 5.25 they are on by default: decoding still reads the pages."""
+    hub = pytest.importorskip("transformers.integrations.hub_kernels")
+    if not hasattr(hub, "get_kernel_mapping_transformers") or not hub.is_kernels_available():
+        pytest.skip("hub kernels are not on by default")
+    replaced = {name for name in hub.get_kernel_mapping_transformers() if "attention" in name.lower()}
+    assert replaced <= {"MultiScaleDeformableAttention"}  # of images: it has no cache
+    model = tiny_llama(initializer_range=0.2)
+    expected = generate(model, prompts(40, 7), cache_implementation="paged_int8")
+    model.set_use_kernels(True)
+    assert model.use_kernels
+    before = PagedLayer.dense_reads
+    assert_same_run(generate(model, prompts(40, 7), cache_implementation="paged_int8"), expected, 0.0)
+    assert PagedLayer.dense_reads == before
