@@ -11,6 +11,7 @@ import torch
 
 from . import _compat, step
 from .errors import UnsupportedModelError
+from .guards import outside_autocast
 from .layer import PagedLayer
 from .masks import by_position, of_slots, visible
 from .ops.decode_attention import decode_attention, has_kernel
@@ -95,12 +96,12 @@ def _attend_on_host(inner: Callable, module, query, key: StandIn, value: StandIn
         _refuse_unpadding(mask, layer)
     layer.learn_padding(padding_of(mask, layer, new))
     pages, tail = layer.sealed.view(), layer.unsealed()
-    from_pages = new <= MAX_DECODE_TOKENS or has_kernel(query, pages, tail[0])
+    from_pages = new <= MAX_DECODE_TOKENS or has_kernel(query, pages, *tail)
     from_pages = from_pages or (evicts and not _compat.takes_slot_masks(inner))
     if evicts and (by_position or unmasked):
         # Without a mask, exactly the tokens that a layer of transformers would hold.
         span = slice(1 - layer.retention.window - new, None) if unmasked else slice(None)
-        keys, values = (layer.contiguous(name)[:, :, span] for name in ("keys", "values"))
+        keys, values = (layer.contiguous(each.name)[:, :, span].to(each.dtype) for each in (key, value))
         result = inner(module, query, keys, values, mask, **kwargs)
     elif from_pages and _is_known(inner) and not by_position and not _wants_weights(kwargs):
         out = decode_attention(
@@ -123,7 +124,8 @@ def _attend_on_host(inner: Callable, module, query, key: StandIn, value: StandIn
             if slots is not None and slots.dtype == torch.bool:  # not every function takes those
                 slots = torch.zeros_like(slots, dtype=query.dtype).masked_fill(~slots, torch.finfo(query.dtype).min)
             kwargs.pop("position_bias", None)  # the mask has it
-        result = inner(module, query, layer.dense("keys"), layer.dense("values"), slots, **kwargs)
+        keys, values = layer.dense("keys").to(key.dtype), layer.dense("values").to(value.dtype)
+        result = inner(module, query, keys, values, slots, **kwargs)
         if evicts and result[1] is not None:
             result = result[0], _weights_by_position(result[1], layer, new)
     layer.commit()
@@ -204,7 +206,8 @@ def _visible_slots(layer: PagedLayer, mask, new: int, module, kwargs) -> torch.T
     if evicts:
         # Where the model masks for itself, hide what a layer of transformers would not hold: some models rely on that.
         own = queries[:1] if layer.masked_by_model else layer.own_positions(queries.expand(layer.rows, 1, -1))
-        kept = layer.retention.visible(own, layer.own_positions(positions), layer.padding.own_first)
+        with outside_autocast(layer.device):
+            kept = layer.retention.visible(own, layer.own_positions(positions), layer.padding.own_first)
     return visible(positions, queries, mask, causal=order, window=window, kept=kept)
 
 

@@ -1,21 +1,61 @@
-"""What methods run under that change stored tokens."""
+"""What our own code runs under, whatever the caller runs under: no autocast, no gradients, no other thread."""
 
 import functools
+import warnings
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
 
+def outside_autocast(device: torch.device) -> AbstractContextManager:
+    """Within it, arithmetic on `device` has the dtypes that it says, also in the caller's `torch.autocast`."""
+    if torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return nullcontext()
+
+
+def plain(function):
+    """Run `function`, whose first tensor argument tells the device, outside of the caller's autocast."""
+
+    @functools.wraps(function)
+    def run(*args, **kwargs):
+        with outside_autocast(next(x.device for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor))):
+            return function(*args, **kwargs)
+
+    return run
+
+
 def storing(method):
-    """Keep what `method` stores open to later writes: tensors made in `torch.inference_mode` are closed outside it."""
+    """Run a method that changes stored tokens: outside of autocast and gradients, and so that they can be written later
+    (tensors made in `torch.inference_mode` are closed outside of it)."""
 
     @functools.wraps(method)
     def run(self, *args, **kwargs):
-        if not torch.is_inference_mode_enabled():
-            return method(self, *args, **kwargs)
-        with torch.inference_mode(False), torch.no_grad():
-            return method(self, *args, **kwargs)
+        device = self.device if self.is_initialized else next((x.device for x in args if torch.is_tensor(x)), None)
+        with outside_autocast(device) if device else nullcontext():
+            if not torch.is_inference_mode_enabled():
+                with torch.no_grad():
+                    return method(self, *args, **kwargs)
+            with torch.inference_mode(False), torch.no_grad():
+                return method(self, *args, **kwargs)
 
     return run
+
+
+def carries_gradient(*tensors: torch.Tensor) -> bool:
+    """Whether what is computed from `tensors` now would be trained through."""
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+
+@functools.cache
+def tell_of_gradients() -> None:
+    """Warn, once in a process, that what a cache stores is detached."""
+    warnings.warn(
+        "hf_kvplus: gradients stop at the cache. Keys and values are stored without their graph, so what later calls "
+        "compute from them does not train them. To generate, run the model within torch.inference_mode() or "
+        "torch.no_grad(); to train, give it all tokens in one call, or use transformers' DynamicCache.",
+        stacklevel=2,
+    )
 
 
 def alone(method):

@@ -16,7 +16,7 @@ from transformers.cache_utils import CacheLayerMixin
 from . import eviction
 from .errors import UnsupportedModelError
 from .formats import FormatSpec
-from .guards import storing
+from .guards import carries_gradient, storing, tell_of_gradients
 from .masks import by_position
 from .padding import Padding
 from .placement import Placement
@@ -24,7 +24,7 @@ from .reservation import Reservation
 from .retention import Retention
 from .sealed import SealedTokens
 from .segment import NO_TOKEN
-from .standin import StandIn
+from .standin import StandIn, stand_ins
 from .step import MAX_DECODE_TOKENS
 from .tail import Tail
 
@@ -89,7 +89,7 @@ class PagedLayer(CacheLayerMixin):
         self.reservation: Reservation | None = None
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        self.device, self.dtype = key_states.device, key_states.dtype
+        self.device, self.dtype, self.value_dtype = key_states.device, key_states.dtype, value_states.dtype
         self.sealed = SealedTokens(
             key_states, value_states, self.format, self.placement, self.page_size, self.retention is not None
         )
@@ -128,17 +128,21 @@ class PagedLayer(CacheLayerMixin):
             self.take_back()
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs) -> tuple[StandIn, StandIn]:
-        """Take new tokens `[rows, heads, new, dim]` and return stand-ins for all keys and all values."""
-        if self.reservation is not None and self._fits_a_step(key_states):
-            return self.reservation.update(key_states, value_states, self)
-        return self._update(key_states, value_states)
+        """Take new tokens `[rows, heads, new, dim]` and return stand-ins for all keys and all values.
 
-    def _fits_a_step(self, key_states: torch.Tensor) -> bool:
+        Keys and values may differ in dtype, and from those stored: a layer stores what came first as it came and
+        rounds later tokens to that; stand-ins are read in the dtype of the tokens given last.
+        """
+        if self.reservation is not None and self._fits_a_step(key_states, value_states):
+            return self.reservation.update(key_states, value_states, self)
+        return self._update(key_states, value_states, carries_gradient(key_states, value_states))
+
+    def _fits_a_step(self, key_states: torch.Tensor, value_states: torch.Tensor) -> bool:
         """Whether these tokens can be taken without the host: some may be padding, and steps have no gradients."""
         rows, _, new, _ = key_states.shape
         if rows != self.reservation.rows or new > (MAX_DECODE_TOKENS if self.retention is None else 1):
             return False
-        if torch.is_grad_enabled() and key_states.requires_grad:
+        if carries_gradient(key_states, value_states):
             return False
         if torch.compiler.is_compiling() or (self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
             return True
@@ -146,7 +150,7 @@ class PagedLayer(CacheLayerMixin):
 
     @torch.compiler.disable
     @storing
-    def _update(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[StandIn, StandIn]:
+    def _update(self, key_states: torch.Tensor, value_states: torch.Tensor, trains: bool) -> tuple[StandIn, StandIn]:
         self.take_back()
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -157,17 +161,15 @@ class PagedLayer(CacheLayerMixin):
             )
         self._settle()
         new, empty = key_states.shape[-2], self.seen == 0
-        if self.seen < self.opened_at or new > MAX_DECODE_TOKENS:
-            self._pending = (key_states, value_states)
+        if trains:
+            tell_of_gradients()
+        if self.seen < self.opened_at or new > MAX_DECODE_TOKENS or trains:
+            self._pending = (key_states, value_states)  # as they came: gradients reach the tokens of this call
         else:
             self.tail.append(key_states, value_states)
         self.seen += new
         self._untold = new
-        shape = (*key_states.shape[:2], self.seen)
-        return (
-            StandIn(self, "keys", torch.Size((*shape, key_states.shape[-1])), key_states if empty else None),
-            StandIn(self, "values", torch.Size((*shape, value_states.shape[-1])), value_states if empty else None),
-        )
+        return stand_ins(self, key_states, value_states, self.seen, fresh=empty)
 
     # --- steps of fixed tensors -----------------------------------------------------------------------------------
 
@@ -208,12 +210,14 @@ class PagedLayer(CacheLayerMixin):
         return self.sealed.slots + self.tail.length + (self._pending[0].shape[-2] if self._pending else 0)
 
     def unsealed(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of all tokens that are in no page yet."""
+        """Keys and values of all tokens that are in no page yet, each in the dtype in which they are stored."""
+        stored = self.tail.keys, self.tail.values
         if self._pending is None:
-            return self.tail.keys, self.tail.values
+            return stored
+        pending = (tokens.to(tail.dtype) for tokens, tail in zip(self._pending, stored))
         if self.tail.length == 0:
-            return self._pending
-        return tuple(torch.cat(pair, dim=-2) for pair in zip((self.tail.keys, self.tail.values), self._pending))
+            return tuple(pending)
+        return tuple(torch.cat(pair, dim=-2) for pair in zip(stored, pending))
 
     def slot_positions(self) -> torch.Tensor:
         """Position of every slot, int32 `[rows, heads, slots]`; -1 where it holds no token. Only with a policy."""
@@ -345,9 +349,9 @@ class PagedLayer(CacheLayerMixin):
         """`expansion` if every group of so many rows really holds the same tokens, else 1."""
         if self.expansion == 1 or self.rows % self.expansion:
             return 1
-        # Rows of one batch may differ by rounding; conversations that are told the same differ by little more.
-        rounding = max(2 * torch.finfo(self.dtype).eps, 1e-5)
         for tokens in (keys, values):
+            # Rows of one batch may differ by rounding; conversations that are told the same differ by little more.
+            rounding = max(2 * torch.finfo(tokens.dtype).eps, 1e-5)
             groups = tokens.unflatten(0, (-1, self.expansion))
             first, others = groups[:, :1].expand_as(groups[:, 1:]), groups[:, 1:]
             usual = float(first.float().square().mean().sqrt())

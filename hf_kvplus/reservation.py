@@ -7,7 +7,7 @@ import torch
 from . import step
 from .pages import NULL_PAGE
 from .segment import NO_TOKEN
-from .standin import StandIn
+from .standin import StandIn, stand_ins
 from .step import Plan, StepState
 
 
@@ -63,11 +63,7 @@ class Reservation:
     def update(self, keys: torch.Tensor, values: torch.Tensor, layer) -> tuple[StandIn, StandIn]:
         """As `PagedLayer.update`. Nothing here asks the host for a count."""
         torch.ops.hf_kvplus.append_(keys, values, *self._arguments())
-        shape = (*keys.shape[:2], self.capacity)
-        return (
-            StandIn(layer, "keys", torch.Size((*shape, keys.shape[-1])), None),
-            StandIn(layer, "values", torch.Size((*shape, values.shape[-1])), None),
-        )
+        return stand_ins(layer, keys, values, self.capacity)
 
     def attend(self, query, mask, *, scale, softcap, sinks, window, causal) -> torch.Tensor:
         """Attention over all that is stored, `[rows, new, heads, dim]`; arguments as for `step.attend`."""

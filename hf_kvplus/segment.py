@@ -32,7 +32,7 @@ class Segment:
         page_size: int,
         track_positions: bool,
     ) -> None:
-        self.page_size, self.dtype, self.device = page_size, keys.dtype, keys.device
+        self.page_size, self.device = page_size, keys.device
         self.formats = {
             "keys": format.key(page_size, keys.shape[-1], keys.dtype, channel_major=True),
             "values": format.value(page_size, values.shape[-1], values.dtype, channel_major=False),
@@ -127,7 +127,7 @@ class Segment:
     def warm_up(self) -> None:
         """Have whatever the formats build when they first encode, before a graph captures that."""
         for format in self.formats.values():
-            format.encode(torch.zeros((1, self.page_size, format.dim), dtype=self.dtype, device=self.device))
+            format.encode(torch.zeros((1, self.page_size, format.dim), dtype=format.dtype, device=self.device))
 
     def bytes_by_tier(self) -> dict[str, int]:
         """Bytes of the storage and of the tables, by tier."""

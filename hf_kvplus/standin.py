@@ -14,17 +14,18 @@ class StandIn:
         layer: the `PagedLayer` that holds the tokens.
         name: `"keys"` or `"values"`.
         fresh: the tensor just given to `update`, if it was the first of its sequences (an ordinary prefill).
-        shape: the shape that the dense tensor has.
+        shape, dtype: those that the dense tensor has.
     """
 
-    def __init__(self, layer, name: str, shape: torch.Size, fresh: torch.Tensor | None) -> None:
-        self.layer, self.name, self.shape, self.fresh = layer, name, shape, fresh
+    def __init__(
+        self, layer, name: str, shape: torch.Size, dtype: torch.dtype, fresh: torch.Tensor | None = None
+    ) -> None:
+        self.layer, self.name, self.shape, self.dtype, self.fresh = layer, name, shape, dtype, fresh
 
     def dense(self) -> torch.Tensor:
         """The tensor `[rows, kv_heads, tokens, dim]` that this object stands for."""
-        return self.layer.touch(self)
+        return self.layer.touch(self).to(self.dtype)
 
-    dtype = property(lambda self: self.layer.dtype)
     device = property(lambda self: self.layer.device)
     ndim = property(lambda self: 4)
 
@@ -52,6 +53,16 @@ class StandIn:
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         return func(*_dense(args), **_dense(kwargs or {}))
+
+
+def stand_ins(layer, keys: torch.Tensor, values: torch.Tensor, tokens: int, fresh: bool = False):
+    """Stand-ins for all `tokens` keys and values of `layer`, of which `keys` and `values` were just given."""
+    return tuple(
+        StandIn(
+            layer, name, torch.Size((*given.shape[:2], tokens, given.shape[-1])), given.dtype, given if fresh else None
+        )
+        for name, given in (("keys", keys), ("values", values))
+    )
 
 
 def _dense(value):

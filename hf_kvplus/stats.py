@@ -66,7 +66,7 @@ def collect(layers) -> CacheStats:
                 live = len(segment.table.named().unique())
                 pages, shared = pages + live, shared + segment.pool.shared(segment.table)
                 used += live * segment.bytes_per_page
-        per_token = sum(unsealed.shape[1] * unsealed.shape[3] for unsealed in (keys, values)) * layer.dtype.itemsize
+        per_token = sum(x.shape[1] * x.shape[3] * x.dtype.itemsize for x in (keys, values))
         contiguous += layer.rows * layer.seen * per_token
         tokens = max(tokens, layer.rows * layer.seen)
     allocated = sum(tiers.values())

@@ -12,6 +12,7 @@ import torch
 
 from . import masks
 from .formats import PageFormat
+from .guards import plain
 from .ops.decode_attention import PageView, decode_attention
 from .ops.gather_pages import gather_pages
 from .ops.seal_pages import seal_pages
@@ -128,7 +129,7 @@ def _operator(name: str, fake):
     """Make the decorated function the operator `name` on every device."""
 
     def register(function):
-        _library.impl(name, function, "CompositeExplicitAutograd")
+        _library.impl(name, plain(function), "CompositeExplicitAutograd")
         torch.library.register_fake(f"hf_kvplus::{name}", fake, lib=_library)
         return function
 
@@ -157,8 +158,8 @@ def append_(keys, values, *state) -> None:
         return
     _check(state.counts[0] + new <= plan.capacity, "`reserve`: more tokens than there is room for")
     where = state.counts[0] - state.counts[1] + torch.arange(new, device=keys.device)
-    state.tail_keys.index_copy_(2, where, keys)
-    state.tail_values.index_copy_(2, where, values)
+    state.tail_keys.index_copy_(2, where, keys.to(state.tail_keys.dtype))
+    state.tail_values.index_copy_(2, where, values.to(state.tail_values.dtype))
     state.padding.index_fill_(1, where, False)
     state.counts[0] += new
 

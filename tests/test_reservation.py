@@ -60,11 +60,11 @@ def ask(layer, keys, values, query, shown):
 class Twins:
     """A layer with a reservation and one without, to which the same things happen."""
 
-    def __init__(self, name, rows, seed):
+    def __init__(self, name, rows, seed, value_dtype=torch.float32):
         self.layers = build(name, CAPACITY), build(name, None)
         self.random = torch.Generator().manual_seed(seed)
         self.shown = torch.ones(rows, 0, dtype=torch.bool)
-        self.rows = rows
+        self.rows, self.value_dtype = rows, value_dtype
 
     def give(self, new, padding=None):
         keys, values, extra, more = torch.randn(4, self.rows, HEADS, new, DIM, generator=self.random)
@@ -73,7 +73,7 @@ class Twins:
             shown = torch.arange(new) >= torch.tensor(padding)[:, None]
         self.shown = torch.cat([self.shown, shown], dim=1)
         query = torch.cat([extra, more], dim=1)
-        found, expected = (ask(layer, keys, values, query, self.shown) for layer in self.layers)
+        found, expected = (ask(layer, keys, values.to(self.value_dtype), query, self.shown) for layer in self.layers)
         assert_close("attention", found.flatten(2)[shown], expected.flatten(2)[shown], 1e-5)
 
     def do(self, method, *arguments):
@@ -107,6 +107,17 @@ ACTIONS = st.one_of(
 def test_same_as_without_a_reservation(name, looks, rows, prompt, actions, seed):
     with host_looks(looks):
         drive(Twins(name, rows, seed), rows, prompt, actions)
+
+
+@pytest.mark.parametrize("name", COMPOSITIONS)
+@settings(max_examples=6, deadline=None, derandomize=True)
+@given(st.booleans(), st.integers(1, 3), LENGTHS, st.lists(ACTIONS, max_size=7), st.integers(0, 99))
+def test_the_same_under_autocast(name, looks, rows, prompt, actions, seed):
+    with host_looks(looks), torch.autocast("cpu", dtype=torch.bfloat16):
+        twins = Twins(name, rows, seed, torch.bfloat16)
+        drive(twins, rows, prompt, actions)
+    for layer in twins.layers:
+        assert [layer.keys.dtype, layer.values.dtype] == [torch.float32, torch.bfloat16]
 
 
 def drive(twins, rows, prompt, actions):

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 from numerics import assert_close, poisoned
-from test_cpu_kernel import MASKS, OURS, make_tail, make_view
+from test_cpu_kernel import MASKS, MIXED, OURS, make_tail, make_view
 
 from hf_kvplus.ops.decode_attention import reference, triton
 
@@ -23,7 +23,7 @@ def compared(query, views, keys, values, mask, scale, softcap=None, sinks=None):
 def check(query, views, keys, values, mask=None, scale=None, softcap=None, sinks=None):
     """The kernels' output, after comparing it with the reference on float32 queries and tail."""
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    assert triton.refuses(query, views, keys, mask) is None
+    assert triton.refuses(query, views, keys, values, mask) is None
     with poisoned():
         actual = triton.decode_attention(query, views, keys, values, mask, scale, softcap, sinks)
     assert actual.dtype == query.dtype
@@ -37,6 +37,16 @@ def check(query, views, keys, values, mask=None, scale=None, softcap=None, sinks
 def test_formats(name, dtype):
     view = make_view(name, 2, 1, 3, 64, 64, 64, dtype, null=[(1, 0, 2)])
     check(torch.randn(2, 4, 1, 64).to(dtype), [view], make_tail(2, 1, 13, 64, dtype), make_tail(2, 1, 13, 64, dtype))
+
+
+@pytest.mark.parametrize("dtypes", [each for each in MIXED if len(set(each)) > 1], ids=str)
+def test_query_keys_and_values_in_dtypes_of_their_own(dtypes):
+    query, keys, values = dtypes
+    rider = make_view("native", 1, 1, 1, 16, 64, 64, keys, value_dtype=values)
+    tail = make_tail(1, 1, 9, 64, keys), make_tail(1, 1, 9, 64, values)
+    for name in ("native", "int8"):
+        view = make_view(name, 1, 1, 2, 16, 64, 64, keys, value_dtype=values)
+        check(torch.randn(1, 2, 1, 64).to(query), [rider, view], *tail)
 
 
 @pytest.mark.parametrize(

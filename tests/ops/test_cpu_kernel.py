@@ -1,5 +1,6 @@
 """The CPU kernel of decode attention against the reference, how it is built, and what serves where it cannot be."""
 
+import itertools
 import os
 import stat
 import subprocess
@@ -44,7 +45,13 @@ def _fill_unwritten_memory():
     torch.use_deterministic_algorithms(False)
 
 
-def make_view(name, rows, kv_heads, columns, page, dim, value_dim, dtype=torch.float32, null=()) -> PageView:
+#: Dtypes of query, keys and values.
+MIXED = list(itertools.product((torch.float32, torch.bfloat16, torch.float16), repeat=3))
+
+
+def make_view(
+    name, rows, kv_heads, columns, page, dim, value_dim, dtype=torch.float32, null=(), value_dtype=None
+) -> PageView:
     """Random pages in format `name`, some of them shared, `null` entries `(row, head, column)` missing.
 
     Pages that no entry names are poison: NaN, or the largest codes.
@@ -52,7 +59,7 @@ def make_view(name, rows, kv_heads, columns, page, dim, value_dim, dtype=torch.f
     spec, capacity = FORMATS[name], rows * kv_heads * columns + 3
     formats = {
         "keys": spec.key(page, dim, dtype, channel_major=True),
-        "values": spec.value(page, value_dim, dtype, channel_major=False),
+        "values": spec.value(page, value_dim, value_dtype or dtype, channel_major=False),
     }
     table = torch.randperm(capacity)[: rows * kv_heads * columns].view(rows, kv_heads, columns).int()
     if columns:
@@ -64,7 +71,7 @@ def make_view(name, rows, kv_heads, columns, page, dim, value_dim, dtype=torch.f
     parts = {}
     for kind, format in formats.items():
         tokens = torch.randn(capacity, page, format.dim) * torch.rand(capacity, page, 1).mul(3).exp()
-        parts[kind] = {part: x.clone().contiguous() for part, x in format.encode(tokens.to(dtype)).items()}
+        parts[kind] = {part: x.clone().contiguous() for part, x in format.encode(tokens.to(format.dtype)).items()}
         for x in parts[kind].values():
             x.view(torch.uint8)[unused] = 0x7F if x.dtype.itemsize == 1 else 0xFF
     # As in a cache, the table in use is a part of a larger one.
@@ -109,10 +116,13 @@ def test_dtypes(name, dtype):
     check(torch.randn(2, 6, 3, 64).to(dtype), [view], *tail)
 
 
-def test_a_query_of_another_dtype_than_the_pages():
-    view = make_view("native", 1, 2, 3, 16, 64, 64, torch.bfloat16)
-    tail = make_tail(1, 2, 7, 64, torch.bfloat16)
-    check(torch.randn(1, 4, 1, 64), [view], tail, tail)
+@pytest.mark.parametrize("dtypes", MIXED, ids=str)
+def test_query_keys_and_values_in_dtypes_of_their_own(dtypes):
+    query, keys, values = dtypes
+    view = make_view("native", 1, 2, 3, 16, 64, 80, keys, value_dtype=values)
+    tail = make_tail(1, 2, 71, 64, keys), make_tail(1, 2, 71, 80, values)
+    check(torch.randn(1, 4, 2, 64).to(query), [view], *tail)
+    check(torch.randn(1, 4, 2, 64).to(query), [view], *(x[:, :, :0] for x in tail))
 
 
 def test_extreme_numbers_of_8_bit_floats():

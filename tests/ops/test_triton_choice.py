@@ -43,7 +43,7 @@ def test_auto_takes_them_where_the_environment_says_so(monkeypatch, value, chose
     modules = {"torch": package.reference, "triton": package.triton}
     query = torch.empty(1, 4, 1, 64, device="meta")
     monkeypatch.setattr(package.triton, "DEVICE", "meta")
-    assert package._backend("auto", query, [], query, None) is modules[chosen]
+    assert package._backend("auto", query, [], query, query, None) is modules[chosen]
 
 
 def test_the_reference_is_plain_torch_throughout(monkeypatch):

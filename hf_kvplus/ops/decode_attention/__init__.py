@@ -7,11 +7,12 @@ from dataclasses import dataclass
 import torch
 
 from ...formats import PageFormat
+from ...guards import carries_gradient, plain
 from . import cpu, reference, triton
 
 #: Kernels by the name that `backend` gives them. Each is a module with `DEVICE` (the type it runs on), `missing()` and
-#: `refuses(query, pages, tail_keys, mask)` (why it cannot run here, or not on these arguments), `by_default()` (whether
-#: it runs without being asked for) and `decode_attention`.
+#: `refuses(query, pages, tail_keys, tail_values, mask)` (why it cannot run here, or not on these arguments),
+#: `by_default()` (whether it runs without being asked for) and `decode_attention`.
 KERNELS = {"cpu": cpu, "triton": triton}
 
 
@@ -38,6 +39,7 @@ class PageView:
         return self.block_table.shape[-1] * self.key_format.page_size
 
 
+@plain
 def decode_attention(
     query: torch.Tensor,
     pages: Sequence[PageView],
@@ -55,7 +57,8 @@ def decode_attention(
     Args:
         query: `[rows, heads, q, dim]`; `heads` is a multiple of the `kv_heads` of the keys.
         pages: the sealed tokens, oldest first; each view in a format of its own.
-        tail_keys, tail_values: `[rows, kv_heads, t, dim]` and `[rows, kv_heads, t, value_dim]`, unsealed tokens.
+        tail_keys, tail_values: `[rows, kv_heads, t, dim]` and `[rows, kv_heads, t, value_dim]`, unsealed tokens. They,
+            the query and the pages may each have a floating-point dtype of their own.
         mask: bool (true: attend) or additive, `[rows or 1, 1 or kv_heads or heads, q, slots]` over the slots of
             all views and then the tail.
             Tokens of null pages are never attended to. A query with nothing to attend to yields zeros.
@@ -87,28 +90,28 @@ def decode_attention(
             raise ValueError(
                 f"`mask` is {tuple(mask.shape)}, expected [1 or {rows}, 1, {kv_heads} or {heads}, {q_len}, {slots}]."
             )
-    chosen = _backend(backend, query, pages, tail_keys, mask)
+    chosen = _backend(backend, query, pages, tail_keys, tail_values, mask)
     return chosen.decode_attention(query, pages, tail_keys, tail_values, mask, scale, softcap, sinks)
 
 
-def has_kernel(query: torch.Tensor, pages: Sequence[PageView], tail_keys: torch.Tensor) -> bool:
+def has_kernel(query: torch.Tensor, pages: Sequence[PageView], tail_keys, tail_values) -> bool:
     """Whether a kernel would serve this call: prompts too are then faster read from pages than from dense tensors."""
-    return _backend("auto", query, pages, tail_keys, None) is not reference
+    return _backend("auto", query, pages, tail_keys, tail_values, None) is not reference
 
 
-def _backend(name: str, query, pages, tail_keys, mask):
+def _backend(name: str, query, pages, tail_keys, tail_values, mask):
     """The module that serves a call."""
     if name == "auto":
         device = query.device.type
         for kernel in KERNELS.values():
             if device != kernel.DEVICE or not kernel.by_default():
                 continue
-            if (query.requires_grad or tail_keys.requires_grad) and torch.is_grad_enabled():
+            if carries_gradient(query, tail_keys, tail_values):
                 continue  # kernels have no backward
             reason = kernel.missing()
             if reason:
                 _warn_once(f"Decoding runs on plain torch, slower than the {device} kernel, because {reason}.")
-            elif not kernel.refuses(query, pages, tail_keys, mask):
+            elif not kernel.refuses(query, pages, tail_keys, tail_values, mask):
                 return kernel
         return reference
     if name == "torch":
@@ -116,7 +119,7 @@ def _backend(name: str, query, pages, tail_keys, mask):
     if name not in KERNELS:
         raise ValueError(f"`backend`: got {name!r}, accepted: 'auto', 'torch', {', '.join(map(repr, KERNELS))}.")
     kernel = KERNELS[name]
-    reason = kernel.missing() or kernel.refuses(query, pages, tail_keys, mask)
+    reason = kernel.missing() or kernel.refuses(query, pages, tail_keys, tail_values, mask)
     if not reason and query.device.type != kernel.DEVICE:
         reason = f"`query` is on {query.device}, and this kernel runs on {kernel.DEVICE}"
     if reason:

@@ -237,11 +237,13 @@ at::Tensor decode_attention(
   TORCH_CHECK(part == parts.end(), "more parts than the layouts have");
   const at::Tensor k = innermost_dense(tail_keys), v = innermost_dense(tail_values);
   if (const int64_t tokens = k.size(2)) {
-    by_dtype(k, "tail_keys", [&](auto t) {
-      using T = decltype(t);
-      append(std::make_unique<TailKeys<T>>(k), std::make_unique<TailValues<T>>(v),
-             (tokens + kTailPage - 1) / kTailPage, tokens, at::Tensor());
+    auto keys = by_dtype(k, "tail_keys", [&](auto t) -> std::unique_ptr<Keys> {
+      return std::make_unique<TailKeys<decltype(t)>>(k);
     });
+    auto values = by_dtype(v, "tail_values", [&](auto t) -> std::unique_ptr<Values> {
+      return std::make_unique<TailValues<decltype(t)>>(v);
+    });
+    append(std::move(keys), std::move(values), (tokens + kTailPage - 1) / kTailPage, tokens, at::Tensor());
   }
 
   // A few pieces of work for each thread, which takes the next one when it is done: rows differ in length.

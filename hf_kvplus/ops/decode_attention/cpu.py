@@ -35,10 +35,11 @@ def by_default() -> bool:
     return True
 
 
-def refuses(query, pages, tail_keys, mask) -> str | None:
+def refuses(query, pages, tail_keys, tail_values, mask) -> str | None:
     """`None` if the kernel reads these arguments, else the argument that it does not."""
-    if query.dtype not in _DTYPES or tail_keys.dtype not in _DTYPES:
-        return f"`query` and `tail_keys` are {query.dtype} and {tail_keys.dtype}, read are float32, bfloat16, float16"
+    for name, given in (("query", query), ("tail_keys", tail_keys), ("tail_values", tail_values)):
+        if given.dtype not in _DTYPES:
+            return f"`{name}` is {given.dtype}, read are float32, bfloat16, float16"
     if mask is not None and mask.dtype is not torch.bool and mask.dtype not in _DTYPES:
         return f"`mask` is {mask.dtype}, read are bool, float32, bfloat16, float16"
     for view in pages:

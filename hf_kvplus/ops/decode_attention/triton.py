@@ -32,10 +32,11 @@ def _(*args):
     return triton_launch.decode_attention(*args)
 
 
-def refuses(query, pages, tail_keys, mask) -> str | None:
+def refuses(query, pages, tail_keys, tail_values, mask) -> str | None:
     """`None` if the kernels read these arguments, else the argument that they do not."""
-    if query.dtype not in DTYPES:
-        return f"`query` is {query.dtype}, read are float32, bfloat16, float16"
+    for name, given in (("query", query), ("tail_keys", tail_keys), ("tail_values", tail_values)):
+        if given.dtype not in DTYPES:
+            return f"`{name}` is {given.dtype}, read are float32, bfloat16, float16"
     if query.shape[-1] > _WIDEST:
         return f"`query` has {query.shape[-1]} channels, read are up to {_WIDEST}"
     for view in pages:

@@ -5,10 +5,12 @@ from collections.abc import Mapping
 import torch
 
 from ...formats import PageFormat
+from ...guards import plain
 from .. import _triton
 from . import reference, triton
 
 
+@plain
 def gather_pages(
     format: PageFormat,
     parts: Mapping[str, torch.Tensor],
