@@ -1,7 +1,10 @@
 """Every difference between the supported versions of transformers, and nothing else."""
 
 import inspect
+from typing import Any, NamedTuple
 
+import transformers
+from transformers import GenerationConfig
 from transformers.generation import configuration_utils
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, create_chunked_causal_mask
@@ -61,3 +64,39 @@ def mask_length(generation_config, model_kwargs: dict) -> int | None:
 def valid_strings() -> tuple[str, ...]:
     """What transformers itself accepts as `cache_implementation`."""
     return configuration_utils.ALL_CACHE_IMPLEMENTATIONS
+
+
+class PrepareCall(NamedTuple):
+    """What `_prepare_cache_for_generation` was called with, as far as we read it."""
+
+    model: Any
+    generation_config: GenerationConfig
+    model_kwargs: dict
+    generation_mode: Any
+    max_cache_length: int
+
+
+def prepare_call(method, args: tuple, kwargs: dict) -> PrepareCall | None:
+    """The arguments of a call of `_prepare_cache_for_generation`, or `None` if they are not those of known versions.
+
+    By the names in the signature of `method`; where a wrapper hides them, by the order that they always had.
+    """
+    try:
+        named = inspect.signature(method).bind(*args, **kwargs).arguments
+    except (TypeError, ValueError):
+        return None
+    names = ("self", "generation_config", "model_kwargs", "generation_mode", "batch_size", "max_cache_length")
+    named = {**dict(zip(names, args)), **kwargs, **named}
+    if not named.keys() >= set(names):
+        return None
+    call = PrepareCall(*(named[name] for name in names if name != "batch_size"))
+    known = isinstance(call.generation_config, GenerationConfig) and isinstance(call.model_kwargs, dict)
+    return call if known and isinstance(call.max_cache_length, int) else None
+
+
+def unknown_version(method: str) -> str:
+    """What to tell where a version of transformers is not one that we know."""
+    return (
+        f"transformers {transformers.__version__} (or another library that patches it) changed `{method}`, which "
+        "hf_kvplus hooks into. Install a version that README names as tested, or leave `cache_implementation` out."
+    )

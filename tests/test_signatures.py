@@ -58,12 +58,6 @@ def test_public_names_of_caches_and_layers(theirs, ours, name):
         assert_takes_as_much(inspect.signature(getattr(ours, name)), getattr(theirs, name))
 
 
-@pytest.mark.parametrize("hook", integration._HOOKS, ids=lambda hook: hook[1])
-def test_hooks(hook):
-    _, name, ours = hook
-    assert_takes_as_much(inspect.signature(ours, follow_wrapped=False), integration._originals[name])
-
-
 def test_what_a_cache_answers_about_the_past():
     """Drafts of recurrent states are for linear layers: ours keep none, and record only what they were told to."""
     paged = hf_kvplus.make_cache("paged_int8", tiny_llama())
