@@ -110,6 +110,12 @@ class PagedCache(DynamicCache):
         return result
 
     @property
+    def is_initialized(self) -> bool:
+        """Whether tokens have come to every layer: what models ask to tell the first call from later ones."""
+        layers = [layer for layer in self.layers if layer.supports_early_init or isinstance(layer, PagedLayer)]
+        return len(layers) > 0 and all(layer.is_initialized for layer in layers)
+
+    @property
     def is_compileable(self) -> bool:
         """Whether every step is the same tensor operations: all layers are reserved, and none decides on the host."""
         return bool(self.paged_layers) and super().is_compileable
@@ -155,7 +161,7 @@ class PagedCache(DynamicCache):
             layer = copy.deepcopy(layer)
             held = [leaf for leaf in tree_leaves(vars(layer)) if isinstance(leaf, torch.Tensor) and leaf.ndim > 1]
             if repeats > 1 and held:
-                layer.reorder_cache(torch.arange(held[0].shape[0]).repeat_interleave(repeats))
+                layer.reorder_cache(torch.arange(held[0].shape[0], device=held[0].device).repeat_interleave(repeats))
             twin.layers.append(layer)
         return twin
 

@@ -25,7 +25,7 @@ from .retention import Retention
 from .sealed import SealedTokens
 from .segment import NO_TOKEN
 from .standin import StandIn, stand_ins
-from .step import MAX_DECODE_TOKENS
+from .step import MAX_DECODE_TOKENS, on_host, within_graph
 from .tail import Tail
 
 
@@ -108,16 +108,22 @@ class PagedLayer(CacheLayerMixin):
     def get_seq_length(self) -> int:
         """Tokens seen, padding and evicted ones included: the position of the next one.
 
-        With a reservation, the int64 tensor that counts them (as of transformers' static caches): take it as it is.
+        With a reservation, an int64 tensor where asking the device would wait (as of transformers' static caches): the
+        one that counts them within a graph, else a copy of it.
         """
-        return self.seen if self.reservation is None else self.reservation.seen
+        if self.reservation is None:
+            return self.seen
+        if within_graph(self.device):
+            return self.reservation.seen
+        return int(self.reservation.seen) if on_host(self.device) else self.reservation.seen.clone()
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Masks are asked for over all positions; columns of evicted tokens are left out when they are applied."""
         return (self.seen + query_length if self.reservation is None else self.reservation.capacity), 0
 
     def get_max_length(self) -> int:
-        return -1
+        """The window of a layer of the model's that has one, else -1 (as transformers' layers have it)."""
+        return self.retention.window if self.is_sliding else -1
 
     get_max_cache_shape = get_max_length
 
@@ -144,7 +150,7 @@ class PagedLayer(CacheLayerMixin):
             return False
         if carries_gradient(key_states, value_states):
             return False
-        if torch.compiler.is_compiling() or (self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+        if within_graph(self.device):
             return True
         return int(self.reservation.seen) + new <= self.reservation.capacity
 
@@ -256,8 +262,16 @@ class PagedLayer(CacheLayerMixin):
             return dense
         return by_position(dense, self.slot_positions(), self.seen)
 
-    keys = property(lambda self: self.contiguous("keys") if self.is_initialized else None)
-    values = property(lambda self: self.contiguous("values") if self.is_initialized else None)
+    def _refuse_assignment(self, tokens) -> None:
+        raise UnsupportedModelError(
+            "hf_kvplus: `keys` and `values` of a paged layer are decoded when they are read, and cannot be assigned. "
+            "To drop tokens, use `crop`, or a string with a retention policy (such as 'keydiff_paged_int8'); to change "
+            "rows, `reorder_cache` or `batch_select_indices`; to store other tokens, `reset` and `update`. Code that "
+            "must edit stored keys needs transformers' DynamicCache."
+        )
+
+    keys = property(lambda self: self.contiguous("keys") if self.is_initialized else None, _refuse_assignment)
+    values = property(lambda self: self.contiguous("values") if self.is_initialized else None, _refuse_assignment)
 
     def touch(self, standin: StandIn) -> torch.Tensor:
         """The dense tensor for code that is not our attention function (a model that reshapes keys, say)."""
@@ -409,11 +423,11 @@ class PagedLayer(CacheLayerMixin):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Every row `repeats` times, side by side."""
-        self.reorder_cache(torch.arange(self.rows).repeat_interleave(repeats))
+        self.reorder_cache(torch.arange(self.rows, device="cpu").repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep the rows `indices` (numbers, or a bool mask)."""
-        self.reorder_cache(torch.arange(self.rows)[torch.as_tensor(indices).cpu()])
+        self.reorder_cache(torch.arange(self.rows, device="cpu")[torch.as_tensor(indices, device="cpu")])
 
     @storing
     def fork(self, repeats: int) -> "PagedLayer":

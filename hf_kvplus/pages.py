@@ -16,7 +16,7 @@ class PagePool:
 
     def __init__(self) -> None:
         self.capacity = 0
-        self._free = torch.empty(0, dtype=torch.int64)
+        self._free = torch.empty(0, dtype=torch.int64, device="cpu")
         self._tables: WeakSet[BlockTable] = WeakSet()
 
     @property
@@ -52,7 +52,7 @@ class PagePool:
 
     def sweep(self) -> None:
         """Mark what the tables name; everything else is free, lowest numbers first."""
-        free = torch.ones(self.capacity, dtype=torch.bool)
+        free = torch.ones(self.capacity, dtype=torch.bool, device="cpu")
         for table in self._tables:
             free[table.named()] = False
         self._free = free.nonzero().flatten()
@@ -73,12 +73,13 @@ class PagePool:
 
     def _places(self) -> tuple[torch.Tensor, torch.Tensor]:
         named = [table.named() for table in self._tables]
-        return torch.unique(torch.cat(named) if named else torch.empty(0, dtype=torch.int64), return_counts=True)
+        empty = torch.empty(0, dtype=torch.int64, device="cpu")
+        return torch.unique(torch.cat(named) if named else empty, return_counts=True)
 
     def _grow(self, missing: int) -> None:
         # A sixteenth of slack: few regrowths, and never much more memory than the pages in use.
         added = max(missing, self.capacity // 16)
-        fresh = torch.arange(self.capacity, self.capacity + added)
+        fresh = torch.arange(self.capacity, self.capacity + added, device="cpu")
         self._free = torch.cat([self._free, fresh])
         self.capacity += added
 

@@ -166,7 +166,7 @@ class Segment:
             positions = positions[::copies].unflatten(2, split)
             held = (positions != NO_TOKEN).any(-1)
             numbers = self.pool.allocate(int(held.sum()))
-            ids = torch.full(shape, NULL_PAGE, dtype=torch.int32)
+            ids = torch.full(shape, NULL_PAGE, dtype=torch.int32, device="cpu")
             ids[held.cpu()] = numbers.int()
             # `index_select` copies whole pages; a bool index goes number by number.
             keys, values = (tokens.index_select(0, held.flatten().nonzero()[:, 0]) for tokens in (keys, values))

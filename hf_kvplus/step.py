@@ -30,6 +30,11 @@ def on_host(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
+def within_graph(device: torch.device) -> bool:
+    """Whether a graph is being made of what is done on `device`."""
+    return torch.compiler.is_compiling() or (device.type == "cuda" and torch.cuda.is_current_stream_capturing())
+
+
 @dataclass
 class StepState:
     """The tensors that a step reads and writes.
@@ -195,7 +200,7 @@ def _seal(state: StepState, plan: Plan) -> None:
         for tail in (state.tail_keys, state.tail_values):
             tail[:, :, :rest] = tail[:, :, page : page + rest].clone()
         state.padding[:, :rest] = state.padding[:, page : page + rest].clone()
-        state.counts += torch.tensor([0, page, to_native, to_last])
+        state.counts += torch.tensor([0, page, to_native, to_last], device=state.counts.device)
         return
     moved = torch.arange(plan.room, device=state.counts.device) + page * due
     moved = moved.clamp(max=plan.room - 1)

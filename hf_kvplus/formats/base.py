@@ -52,7 +52,7 @@ class PageFormat(ABC):
 
     @abstractmethod
     def encode(self, pages: torch.Tensor) -> Parts:
-        """Write `pages [n, page_size, dim]`; every part comes back as `[n, *shape]`.
+        """Write `pages [n, page_size, dim]`; every part comes back as `[n, *shape]`. There may be none (`n` of 0).
 
         Raises:
             ValueError: infinities or NaN, in formats where one of them would spoil its neighbours.

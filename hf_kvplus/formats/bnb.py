@@ -43,7 +43,10 @@ class BitsAndBytesFormat(PageFormat):
 
     def encode(self, pages: torch.Tensor) -> Parts:
         if not len(pages):
-            return {name: torch.empty((0, *shape), dtype=dtype) for name, (shape, dtype) in self.parts.items()}
+            return {
+                name: torch.empty((0, *shape), dtype=dtype, device=pages.device)
+                for name, (shape, dtype) in self.parts.items()
+            }
         self.refuse_non_finite(pages.amin(), pages.amax())
         x = (pages.transpose(1, 2) if self.channel_major else pages).float().contiguous()
         data, state = self.library.quantize_4bit(x, blocksize=_BLOCK, quant_type=self.kind)

@@ -30,11 +30,12 @@ class Fp8Format(PageFormat):
         return {"data": (self.page_shape, self.type)}
 
     def encode(self, pages: torch.Tensor) -> Parts:
-        low, high = torch.aminmax(pages)
-        self.refuse_non_finite(low, high)
         largest = torch.finfo(self.type).max
-        if checking() and bool(torch.maximum(-low, high) > largest):
-            self._tell_saturated(largest)
+        if len(pages):
+            low, high = torch.aminmax(pages)
+            self.refuse_non_finite(low, high)
+            if checking() and bool(torch.maximum(-low, high) > largest):
+                self._tell_saturated(largest)
         codes = pages.clamp(-largest, largest).to(self.type)
         return {"data": codes.transpose(1, 2) if self.channel_major else codes}
 

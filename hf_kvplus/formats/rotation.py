@@ -35,7 +35,7 @@ def rotation_block(dim: int, rotation: bool) -> int:
 def hadamard(size: int, device: torch.device) -> torch.Tensor:
     """The orthonormal Hadamard matrix, float32 `[size, size]`, `size` a power of two. Symmetric, its own inverse."""
     with torch.inference_mode(False):
-        matrix = torch.full((1, 1), size**-0.5, device=device)
+        matrix = torch.full((1, 1), size**-0.5, dtype=torch.float32, device=device)
         while matrix.shape[0] < size:
             matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
         return matrix

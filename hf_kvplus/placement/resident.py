@@ -30,7 +30,7 @@ class TensorStorage(Storage):
     def write(self, ids, parts):
         first = int(ids[0]) if len(ids) else 0
         run = slice(first, first + len(ids))
-        where = run if torch.equal(ids, torch.arange(first, run.stop)) else ids.to(self.home)
+        where = run if torch.equal(ids, torch.arange(first, run.stop, device=ids.device)) else ids.to(self.home)
         for name, part in parts.items():
             self._parts[name][where] = part.to(self.home)  # one copy where the pages lie together
 

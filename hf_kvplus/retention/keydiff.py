@@ -37,9 +37,10 @@ class KeyDiff(Retention):
         held = state.positions >= 0
         scores = self.score(state.read_keys().float(), held).masked_fill(~held, float("-inf"))
         # A row's own length counts, not that of the padded batch.
-        wanted = torch.tensor([self.capacity(state.seen - int(first)) - state.recent for first in state.first])
+        wanted = [self.capacity(state.seen - int(first)) - state.recent for first in state.first]
+        wanted = torch.tensor(wanted, device=scores.device)[:, None, None]
         rank = scores.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
-        return held & (rank < wanted.to(rank.device)[:, None, None])
+        return held & (rank < wanted)
 
     def score(self, keys: torch.Tensor, held: torch.Tensor) -> torch.Tensor:
         """Importance `[rows, heads, n]` of `keys [rows, heads, n, dim]`; slots that are not `held` do not count."""
