@@ -101,10 +101,6 @@ class PagedLayer(CacheLayerMixin):
     def rows(self) -> int:
         return 0 if self.tail is None else self.tail.rows
 
-    @property
-    def batch_size(self) -> int:
-        return self.rows if self.is_initialized else -1
-
     def get_seq_length(self) -> int:
         """Tokens seen, padding and evicted ones included: the position of the next one.
 

@@ -383,7 +383,7 @@ def test_fork_repeats_every_row(model):
         ids = tokens(6, count)
         assert_close("logits", feed(model, forked, ids), feed(model, theirs, ids), ROUNDING)
     assert ours.get_seq_length() == 29
-    assert ours.layers[0].batch_size == 2
+    assert ours.layers[0].rows == 2
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e-4])

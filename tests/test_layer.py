@@ -385,7 +385,7 @@ class Layer(RuleBasedStateMachine):
                 assert layer.get_seq_length() == 0
                 continue
             assert layer.get_seq_length() == model.seen
-            assert layer.batch_size == model.rows
+            assert layer.rows == model.rows
             assert layer.get_mask_sizes(3) == (model.seen + 3, 0)
             if not model.pending and (self.policy is not None or not model.cropped):
                 assert layer.padding.first.tolist() == model.first.tolist()
