@@ -16,6 +16,7 @@ from transformers.generation.utils import GenerationMixin
 from . import _compat, hooks, registry
 from .caches import PagedCache
 from .errors import UnsupportedModelError
+from .keeping import PREPARE_INPUTS, cache_of, kwargs_with_cache, prepare_inputs, refused
 
 PREPARE = "_prepare_cache_for_generation"
 
@@ -25,10 +26,15 @@ _COMPILED = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 
 def validate_mode(original, self, *args, **kwargs):
     if _string_in(args, kwargs):
-        kind = next(kind for kind in type(self).__mro__ if PREPARE in vars(kind))
-        if kind is not GenerationMixin:
-            hooks.put(kind, PREPARE, _watch)
+        _hook_into_own(self, PREPARE, _watch)
     return original(self, *args, **kwargs)
+
+
+def _hook_into_own(model, name: str, serve: Callable) -> None:
+    """Hook into a method of `model`'s class, if that has one in the place of transformers' general one."""
+    kind = next((kind for kind in type(model).__mro__ if name in vars(kind)), GenerationMixin)
+    if kind is not GenerationMixin:
+        hooks.put(kind, name, serve)
 
 
 def _watch(original, self, *args, **kwargs):
@@ -43,7 +49,7 @@ def _watch(original, self, *args, **kwargs):
     finally:
         _came.reset(token)
     if not came:
-        raise refused(name, self, "builds a cache of its own")
+        raise _refused(name, self, "builds a cache of its own")
     return result
 
 
@@ -54,14 +60,15 @@ _came: ContextVar[list[str]] = ContextVar("hf_kvplus_came")
 def prepare_static(original, self, *args, **kwargs):
     for given in (*args, *kwargs.values()):
         if isinstance(given, str) and given in registry.names():  # Janus asks for the string when it draws an image
-            raise refused(given, self, "insists on a StaticCache")
+            raise _refused(given, self, "insists on a StaticCache")
     return original(self, *args, **kwargs)
 
 
 def prepare_cache(original, self, *args, **kwargs):
-    name, given = _string_in(args, kwargs), _cache_in(args, kwargs)
+    name, given = _string_in(args, kwargs), kwargs_with_cache(args, kwargs)
     if name is None and given is None:
         return original(self, *args, **kwargs)
+    _hook_into_own(self, PREPARE_INPUTS, prepare_inputs)
     _came.get([]).append(name)
     call = _compat.prepare_call(original, (self, *args), kwargs)
     if call is None and name is not None:
@@ -70,8 +77,8 @@ def prepare_cache(original, self, *args, **kwargs):
         return _prepare_string(name, call, lambda: original(self, *args, **kwargs))
     result = original(self, *args, **kwargs)
     if given is not None and call is not None:
-        given.expand_prompt(_copies(call))
-        _reserve(given, call)
+        cache_of(given).expand_prompt(_copies(call))
+        _reserve(cache_of(given), call)
     return result
 
 
@@ -80,16 +87,6 @@ def _string_in(args: tuple, kwargs: dict) -> str | None:
     for each in (*args, *kwargs.values()):
         if isinstance(each, GenerationConfig) and each.cache_implementation in registry.names():
             return each.cache_implementation
-    return None
-
-
-def _cache_in(args: tuple, kwargs: dict) -> PagedCache | None:
-    """The cache of ours in the model kwargs among these arguments, if there is one."""
-    for each in (*args, *kwargs.values()):
-        if isinstance(each, dict) and (key := _compat.cache_key(each)):
-            cache = getattr(each[key], "self_attention_cache", each[key])
-            if isinstance(cache, PagedCache):
-                return cache
     return None
 
 
@@ -112,7 +109,7 @@ def _prepare_string(name: str, call: _compat.PrepareCall, original: Callable[[],
     decoder_cache = built.self_attention_cache if nested else built
     if type(decoder_cache) is not DynamicCache:
         reason = "keeps no cache that transformers could replace"
-        raise refused(name, model, reason if built is None else f"insists on a {type(decoder_cache).__name__}")
+        raise _refused(name, model, reason if built is None else f"insists on a {type(decoder_cache).__name__}")
     if spec is None:
         config = model.config.get_text_config(decoder=True)
         cache = registry.FACTORIES[name](config, **(generation_config.cache_config or {}))
@@ -163,11 +160,8 @@ def _takes_fixed_steps(model, cache) -> bool:
     return model._can_compile_fullgraph and masked and not alibi and bool(cache.paged_layers)
 
 
-def refused(name: str, model, reason: str) -> UnsupportedModelError:
-    return UnsupportedModelError(
-        f"`cache_implementation`: {name!r} cannot serve {type(model).__name__}, which {reason}. "
-        "Leave `cache_implementation` out for this model."
-    )
+def _refused(name: str, model, reason: str) -> UnsupportedModelError:
+    return refused(f"`cache_implementation`: {name!r}", model, reason)
 
 
 class _Name(str):

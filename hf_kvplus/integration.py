@@ -1,9 +1,10 @@
-"""Every hook into transformers, and nothing else: five methods, left again by `unregister()`.
+"""Every hook into transformers, and nothing else: seven methods, left again by `unregister()`.
 
 - `GenerationConfig` accepts the strings (its own list stays as it is, for models that copy it and build caches of their
   own), and a misspelt one is told its nearest neighbour.
 - `generate` builds its cache as ever, for "dynamic"; then its attention layers become pages. A model that never asks
   for that cache is refused (`generation.py`).
+- After every forward pass it is still that cache which holds the tokens (`keeping.py`).
 - Attention functions are preceded by one test: is the key a stand-in?
 """
 
@@ -17,7 +18,7 @@ from transformers import GenerationConfig
 from transformers.generation.utils import GenerationMixin
 from transformers.modeling_utils import AttentionInterface
 
-from . import _compat, generation, hooks, registry
+from . import _compat, generation, hooks, keeping, registry
 from .attention import attend
 from .errors import UnsupportedModelError, invalid, nearest
 from .standin import StandIn
@@ -100,5 +101,7 @@ _HOOKS = (
     (GenerationMixin, "_validate_generation_mode", generation.validate_mode),
     (GenerationMixin, "_prepare_static_cache", generation.prepare_static),
     (GenerationMixin, generation.PREPARE, generation.prepare_cache),
+    (GenerationMixin, "_prefill", keeping.prefill),
+    (GenerationMixin, "_update_model_kwargs_for_generation", keeping.update_model_kwargs),
     (AttentionInterface, "get_interface", _get_interface),
 )

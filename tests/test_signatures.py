@@ -149,7 +149,7 @@ def test_values_that_a_cache_answers(string, life, windowed):
         for index in range(2):
             cache.update(*tokens, index)
         cache = LIVES[life](cache)
-        if life == "empty" and cache.get_seq_length():
+        if life == "empty" and not answers and cache.get_seq_length():
             pytest.skip("in 5.17 a dynamic cache that is reset keeps its length")
         answers.append(answers_of(cache))
         if life != "empty" and not options:
