@@ -14,6 +14,7 @@ from .caches import (
     make_cache,
 )
 from .errors import CacheConfigError, UnsupportedModelError
+from .functions import treat_as_standard
 from .integration import register, register_cache_implementation, unregister
 from .registry import available
 from .stats import CacheStats
@@ -32,6 +33,7 @@ __all__ = [
     "make_cache",
     "register",
     "register_cache_implementation",
+    "treat_as_standard",
     "unregister",
 ]
 

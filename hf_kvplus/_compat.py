@@ -4,9 +4,8 @@ import inspect
 from typing import Any, NamedTuple
 
 import transformers
-from transformers import GenerationConfig
+from transformers import GenerationConfig, modeling_flash_attention_utils
 from transformers.generation import configuration_utils
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, create_chunked_causal_mask
 from transformers.utils.output_capturing import _active_collector
 
@@ -44,9 +43,10 @@ def takes_slot_masks(attention) -> bool:
     return "flash" not in str(attention.__module__)
 
 
-def passes_over_scores(attention) -> bool:
-    """Whether an attention function ignores softcap and learned sinks (sdpa in 5.17, which we must follow)."""
-    return attention is sdpa_attention_forward
+def reads_for(function) -> object:
+    """The function that reads the `**kwargs` of `function` where its code does not name it: flash attention's."""
+    own = function is modeling_flash_attention_utils._flash_attention_forward
+    return modeling_flash_attention_utils._process_flash_attention_kwargs if own else None
 
 
 def makes_masks_of_steps(config) -> bool:

@@ -4,27 +4,67 @@ Masks come from transformers with one column per position. `slot_mask` leaves ou
 what the policy hides, so that one mask serves any attention function.
 """
 
+import functools
 from collections.abc import Callable
 from weakref import ref
 
 import torch
 
-from . import _compat, step
+from . import _compat, functions, step
 from .errors import UnsupportedModelError
 from .guards import outside_autocast
 from .layer import PagedLayer
 from .masks import by_position, of_slots, visible
 from .ops.decode_attention import decode_attention, has_kernel
-from .standin import StandIn
+from .standin import Handle, StandIn
 from .step import MAX_DECODE_TOKENS
 
-# Arguments of attention functions that the fused path honours, or that do not change what it computes.
-_HONOURED = {"scaling", "softcap", "s_aux", "sliding_window", "is_causal", "dropout", "position_bias"}
-_WITHOUT_EFFECT = {"position_ids", "cache_position", "cache", "past_key_values", "use_cache", "kwargs", "layer_idx"}
-_WITHOUT_EFFECT |= {"output_attentions", "output_hidden_states", "return_dict", "logits_to_keep", "token_type_ids"}
-_WITHOUT_EFFECT |= {"output_router_logits", "mm_token_type_ids"}
-_WITHOUT_EFFECT |= {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "num_items_in_batch"}
-_KNOWN = _HONOURED | _WITHOUT_EFFECT
+
+def precede(inner: Callable) -> Callable:
+    """`inner`, which leaves calls whose key is a stand-in to `attend`.
+
+    Where `inner` is a wrapper around an attention function of transformers, it is the wrapped one that does so, as long
+    as the wrapper hands the stand-ins on without a look at what they hold.
+    """
+    wrapper, looks_inside = functions.around(inner, precede), False
+
+    @functools.wraps(inner)
+    def attention(module, query, key, value, *args, **kwargs):
+        nonlocal looks_inside
+        if type(key) is not StandIn and type(key) is not Handle:
+            return inner(module, query, key, value, *args, **kwargs)
+        wrapped, failed = type(key) is Handle, False
+        if wrapper is not None and not looks_inside and not functions.is_declared(inner):
+            try:
+                result = wrapper(module, query, _held(key), _held(value), *args, **kwargs)
+                return result if wrapped else _without_handles(result)
+            except Exception:  # it reads what it is given, or fails whatever that is: then again with tensors
+                if wrapped:
+                    raise
+                failed = True
+        if len(args) > 1:
+            kwargs |= zip(functions.names_behind_mask(inner), args[1:])
+        out, weights = attend(inner, module, query, _released(key), _released(value), *args[:1], **kwargs)
+        if failed:
+            looks_inside = True
+        if wrapped and weights is None and functions.gives_weights(inner):  # who reads those needs the real ones
+            shape = torch.Size((*query.shape[:3], key.shape[2]))
+            weights = Handle(StandIn(key.layer, "weights", shape, query.dtype))
+        return out, weights
+
+    return attention
+
+
+def _held(given):
+    return Handle(given) if type(given) is StandIn else given
+
+
+def _released(given):
+    return given.standin if type(given) is Handle else given
+
+
+def _without_handles(result):
+    return tuple(None if type(each) is Handle else each for each in result)
 
 
 def attend(inner: Callable, module: torch.nn.Module, query, key, value, attention_mask, **kwargs):
@@ -44,15 +84,20 @@ def attend(inner: Callable, module: torch.nn.Module, query, key, value, attentio
     if type(value) is not StandIn:
         return inner(module, query, key.dense(), value, attention_mask, **kwargs)
     if key.layer.reservation is not None and key.fresh is None:
-        fused = _is_known(inner) and not _unknown(kwargs) and not _wants_weights(kwargs)
+        heard, unheeded = functions.heard(inner, kwargs)
+        standard = functions.is_standard(inner)
+        full = isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 4
+        fused = standard and not unheeded and not _wants_weights(kwargs)
         if fused and (attention_mask is None or isinstance(attention_mask, torch.Tensor)):
-            return _attend_in_step(inner, module, query, key, attention_mask, kwargs), None
-        if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 4 and key.layer.masked_by_positions:
+            return _attend_in_step(module, query, key, attention_mask, heard), None
+        # Others may compute with the keys that the mask hides: outside of a graph, those are taken away.
+        if full and key.layer.masked_by_positions and (standard or step.within_graph(query.device)):
+            functions.tell_of_dense_reads(inner, unheeded, attention_mask, _wants_weights(kwargs))
             return inner(module, query, key.dense(), value.dense(), attention_mask, **kwargs)
     return _attend_on_host(inner, module, query, key, value, attention_mask, kwargs)
 
 
-def _attend_in_step(inner: Callable, module, query, key: StandIn, mask, kwargs: dict) -> torch.Tensor:
+def _attend_in_step(module, query, key: StandIn, mask, heard: dict) -> torch.Tensor:
     """The fused path over the tensors of a reservation."""
     reservation = key.layer.reservation
     if mask is None and reservation.padded:
@@ -63,10 +108,11 @@ def _attend_in_step(inner: Callable, module, query, key: StandIn, mask, kwargs: 
     return reservation.attend(
         query,
         mask,
-        scale=kwargs.get("scaling") or query.shape[-1] ** -0.5,
-        window=None if full else kwargs.get("sliding_window"),
-        causal=not full and new > 1 and _is_causal(module, kwargs),
-        **_score_options(inner, kwargs),
+        scale=heard.get("scaling") or query.shape[-1] ** -0.5,
+        softcap=heard.get("softcap"),
+        sinks=heard.get("s_aux"),
+        window=None if full else heard.get("sliding_window"),
+        causal=not full and new > 1 and _is_causal(module, heard),
     )
 
 
@@ -77,10 +123,12 @@ def _attend_on_host(inner: Callable, module, query, key: StandIn, value: StandIn
         layer.reserve(None)  # what a step cannot serve would take it back every time
     mask, new, evicts = attention_mask, query.shape[2], layer.retention is not None
     readable = mask is None or (isinstance(mask, torch.Tensor) and mask.ndim in (2, 4))
-    by_position = not readable or bool(_unknown(kwargs))  # what is given cannot be rearranged as the slots are
-    unmasked = mask is None and not _is_known(inner) and not _compat.takes_masks(module)
+    heard, unheeded = functions.heard(inner, kwargs)
+    by_position = not readable or bool(unheeded)  # what is given cannot be rearranged as the slots are
+    standard, wants_weights = functions.is_standard(inner), _wants_weights(kwargs)
+    unmasked = mask is None and not standard and not _compat.takes_masks(module)
     if evicts and (by_position or unmasked) and not layer.masked_by_model:
-        _refuse_eviction(None if readable else mask, _unknown(kwargs))
+        _refuse_eviction(None if readable else mask, unheeded)
     if key.fresh is not None:
         if evicts and layer._pending is not None and key.shape[2] != new:
             raise UnsupportedModelError(
@@ -98,19 +146,23 @@ def _attend_on_host(inner: Callable, module, query, key: StandIn, value: StandIn
     pages, tail = layer.sealed.view(), layer.unsealed()
     from_pages = new <= MAX_DECODE_TOKENS or has_kernel(query, pages, *tail)
     from_pages = from_pages or (evicts and not _compat.takes_slot_masks(inner))
+    fused = standard and not by_position and not wants_weights
+    if from_pages and not fused:
+        functions.tell_of_dense_reads(inner, unheeded, mask, wants_weights)
     if evicts and (by_position or unmasked):
         # Without a mask, exactly the tokens that a layer of transformers would hold.
         span = slice(1 - layer.retention.window - new, None) if unmasked else slice(None)
         keys, values = (layer.contiguous(each.name)[:, :, span].to(each.dtype) for each in (key, value))
         result = inner(module, query, keys, values, mask, **kwargs)
-    elif from_pages and _is_known(inner) and not by_position and not _wants_weights(kwargs):
+    elif from_pages and fused:
         out = decode_attention(
             query,
             pages,
             *tail,
-            slot_mask(layer, mask, new, module, kwargs),
-            scale=kwargs.get("scaling") or query.shape[-1] ** -0.5,
-            **_score_options(inner, kwargs),
+            slot_mask(layer, mask, new, module, heard),
+            scale=heard.get("scaling") or query.shape[-1] ** -0.5,
+            softcap=heard.get("softcap"),
+            sinks=heard.get("s_aux"),
         )
         result = out, None
     else:
@@ -118,7 +170,7 @@ def _attend_on_host(inner: Callable, module, query, key: StandIn, value: StandIn
         if readable and mask is not None and mask.shape[-1] > layer.seen:  # made for a reservation, taken back since
             slots = mask[..., : layer.seen]
         if evicts:
-            slots = slot_mask(layer, mask, new, module, kwargs)
+            slots = slot_mask(layer, mask, new, module, heard)
             if slots is not None and slots.shape[1] not in (1, query.shape[1]):
                 slots = slots.repeat_interleave(query.shape[1] // slots.shape[1], dim=1)
             if slots is not None and slots.dtype == torch.bool:  # not every function takes those
@@ -133,13 +185,6 @@ def _attend_on_host(inner: Callable, module, query, key: StandIn, value: StandIn
     return result
 
 
-def _score_options(inner: Callable, kwargs: dict) -> dict:
-    """Softcap and sinks of the call, as far as `inner` heeds them."""
-    if _compat.passes_over_scores(inner):
-        return {"softcap": None, "sinks": None}
-    return {"softcap": kwargs.get("softcap"), "sinks": kwargs.get("s_aux")}
-
-
 def _is_causal(module, kwargs: dict) -> bool:
     causal = kwargs.get("is_causal")
     return getattr(module, "is_causal", True) if causal is None else causal
@@ -151,16 +196,6 @@ def _weights_by_position(weights: torch.Tensor, layer: PagedLayer, new: int) -> 
     positions = positions.repeat_interleave(weights.shape[1] // positions.shape[1], dim=1)
     columns = by_position(weights.transpose(2, 3), positions, layer.seen).transpose(2, 3)
     return columns[..., 1 - layer.retention.window - new :] if layer.masked_by_model else columns
-
-
-def _unknown(kwargs: dict) -> set[str]:
-    """The arguments of the call that this module does not know."""
-    return {name for name in kwargs.keys() - _KNOWN if kwargs[name] is not None}
-
-
-def _is_known(inner: Callable) -> bool:
-    """Whether `inner` is one of transformers' own: only those compute what the fused path does."""
-    return (getattr(inner, "__module__", None) or "").startswith("transformers.")
 
 
 def _wants_weights(kwargs: dict) -> bool:

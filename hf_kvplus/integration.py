@@ -9,7 +9,6 @@
 """
 
 import copy
-import functools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -19,9 +18,9 @@ from transformers.generation.utils import GenerationMixin
 from transformers.modeling_utils import AttentionInterface
 
 from . import _compat, generation, hooks, keeping, registry
-from .attention import attend
+from .attention import precede
 from .errors import UnsupportedModelError, invalid, nearest
-from .standin import StandIn
+from .functions import PRECEDED
 
 
 def register() -> None:
@@ -75,24 +74,11 @@ def _validate(original, self, *args, **kwargs):
 
 def _get_interface(original, *args, **kwargs):
     inner = original(*args, **kwargs)
-    if inner not in _preceded:  # no `functools.cache`: torch.compile warns of those
-        _preceded[inner] = _precede(inner)
-    return _preceded[inner]
-
-
-_preceded: dict[Callable, Callable] = {}
-
-
-def _precede(inner: Callable) -> Callable:
-    """`inner`, which leaves calls whose key is a stand-in to `attend`."""
-
-    @functools.wraps(inner)
-    def attention(module, query, key, value, *args, **kwargs):
-        if type(key) is StandIn:
-            return attend(inner, module, query, key, value, *args, **kwargs)
-        return inner(module, query, key, value, *args, **kwargs)
-
-    return attention
+    if type(inner).__hash__ is None:
+        return precede(inner)
+    if inner not in PRECEDED:  # no `functools.cache`: torch.compile warns of those
+        PRECEDED[inner] = precede(inner)
+    return PRECEDED[inner]
 
 
 #: What is hooked into: the class, the name of its method, and what answers.

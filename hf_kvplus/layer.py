@@ -53,6 +53,7 @@ class PagedLayer(CacheLayerMixin):
 
     #: Dense tensors built from pages, over all layers: decoding leaves it alone (tests hold it to that).
     dense_reads = 0
+    own_dense_reads = 0
 
     def __init__(
         self,
@@ -246,13 +247,22 @@ class PagedLayer(CacheLayerMixin):
 
     def dense(self, name: str) -> torch.Tensor:
         """`"keys"` or `"values"` of all slots, decoded, `[rows, heads, slots, dim]`; zeros where a page is missing."""
-        PagedLayer.dense_reads += 1
+        self._count_dense_read()
         return torch.cat([self.sealed.read(name), self.unsealed()[name == "values"]], dim=-2)
+
+    def _count_dense_read(self) -> None:
+        if not torch.compiler.is_compiling():
+            PagedLayer.dense_reads += 1
+            self.own_dense_reads += 1
+
+    def _dense_reserved(self, name: str, tokens: int) -> torch.Tensor:
+        self._count_dense_read()
+        return self.reservation.dense(name)[:, :, :tokens]
 
     def contiguous(self, name: str) -> torch.Tensor:
         """As `dense`, but indexed by position: `[rows, heads, seen, dim]`, zeros where a token was evicted."""
         if self.reservation is not None:
-            return self.reservation.dense(name)[:, :, : int(self.reservation.seen)]
+            return self._dense_reserved(name, int(self.reservation.seen))
         dense = self.dense(name)
         if self.retention is None:
             return dense
@@ -282,7 +292,7 @@ class PagedLayer(CacheLayerMixin):
             self.resume()
             return standin.fresh
         if self.reservation is not None:
-            return self.reservation.dense(standin.name)[:, :, : standin.shape[2]]
+            return self._dense_reserved(standin.name, standin.shape[2])
         # A stand-in that outlived later updates still means the tokens of its own time.
         return self.contiguous(standin.name)[:, :, : standin.shape[2]]
 

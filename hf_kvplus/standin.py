@@ -55,6 +55,17 @@ class StandIn:
         return func(*_dense(args), **_dense(kwargs or {}))
 
 
+class Handle(StandIn):
+    """A stand-in in the hands of a wrapper around an attention function, which may hand it on but not read it."""
+
+    def __init__(self, standin: StandIn) -> None:
+        super().__init__(standin.layer, standin.name, standin.shape, standin.dtype)
+        self.standin = standin
+
+    def dense(self) -> torch.Tensor:
+        raise TypeError(f"the {self.name} of a paged cache are read")
+
+
 def stand_ins(layer, keys: torch.Tensor, values: torch.Tensor, tokens: int, fresh: bool = False):
     """Stand-ins for all `tokens` keys and values of `layer`, of which `keys` and `values` were just given."""
     return tuple(

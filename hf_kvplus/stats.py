@@ -21,6 +21,8 @@ class CacheStats:
         bytes_used: those of them that hold tokens: named pages, and the tails up to their length.
         bytes_by_tier: `bytes_allocated` by place: `"cuda:0"`, `"cpu"`, `"disk"`.
         compression: bytes of a contiguous cache in the model's dtype for all tokens seen, over `bytes_allocated`.
+        dense_reads: how often the dense keys or values of a layer were built from its pages, which decoding avoids
+            (`docs/contexts.md`).
     """
 
     tokens: int = 0
@@ -30,6 +32,7 @@ class CacheStats:
     bytes_used: int = 0
     bytes_by_tier: dict[str, int] = field(default_factory=dict)
     compression: float = 1.0
+    dense_reads: int = 0
 
     def __str__(self) -> str:
         lines = [
@@ -38,6 +41,7 @@ class CacheStats:
             ("allocated", f"{_readable(self.bytes_allocated)}, {_readable(self.bytes_used)} of it used"),
             *((f"  on {tier}", _readable(size)) for tier, size in self.bytes_by_tier.items()),
             ("compression", f"{self.compression:.2f}x"),
+            ("dense reads", f"{self.dense_reads:,}"),
         ]
         return "\n".join(f"{name:<13}{value}" for name, value in lines)
 
@@ -45,7 +49,7 @@ class CacheStats:
 def collect(layers) -> CacheStats:
     """The accounts of `layers`; those that are not ours count with the tensors they hold."""
     tiers: Counter[str] = Counter()
-    tokens = pages = shared = used = contiguous = 0
+    tokens = pages = shared = used = contiguous = dense_reads = 0
     for layer in layers:
         paged = isinstance(layer, PagedLayer)
         for tensor in tree_leaves(layer.beside() if paged else vars(layer)):
@@ -55,6 +59,7 @@ def collect(layers) -> CacheStats:
         if not paged:
             continue
         tiers.update(layer.bytes_by_tier())
+        dense_reads += layer.own_dense_reads
         if not layer.is_initialized:
             continue
         if layer.reservation is not None:
@@ -70,7 +75,8 @@ def collect(layers) -> CacheStats:
         contiguous += layer.rows * layer.seen * per_token
         tokens = max(tokens, layer.rows * layer.seen)
     allocated = sum(tiers.values())
-    return CacheStats(tokens, pages, shared, allocated, used, dict(tiers), contiguous / allocated if allocated else 1.0)
+    compression = contiguous / allocated if allocated else 1.0
+    return CacheStats(tokens, pages, shared, allocated, used, dict(tiers), compression, dense_reads)
 
 
 def _readable(size: float) -> str:

@@ -17,8 +17,8 @@ from transformers.cache_utils import (
 )
 
 import hf_kvplus
-from hf_kvplus import integration
 from hf_kvplus._compat import forward_cache_name
+from hf_kvplus.attention import precede
 from hf_kvplus.layer import PagedLayer
 
 PAIRS = [
@@ -220,4 +220,4 @@ def test_attention_functions_take_what_they_precede():
         return args, scaling, later
 
     tensors = [None, *torch.zeros(3, 1)]
-    assert integration._precede(inner)(*tensors, None, 1, 2, scaling=3, later=4) == ((1, 2), 3, 4)
+    assert precede(inner)(*tensors, None, 1, 2, scaling=3, later=4) == ((1, 2), 3, 4)

@@ -83,7 +83,7 @@ def test_layers_that_are_not_ours_count_with_their_tensors(llama):
 
 
 def test_it_prints_as_a_table():
-    stats = CacheStats(12_345, 60, 7, 5 << 20, 3 << 19, {"cpu": 1 << 20, "disk": 4 << 20}, 3.456)
+    stats = CacheStats(12_345, 60, 7, 5 << 20, 3 << 19, {"cpu": 1 << 20, "disk": 4 << 20}, 3.456, 1_212)
     assert str(stats).splitlines() == [
         "tokens       12,345",
         "pages        60, 7 of them shared",
@@ -91,6 +91,7 @@ def test_it_prints_as_a_table():
         "  on cpu     1.0 MiB",
         "  on disk    4.0 MiB",
         "compression  3.46x",
+        "dense reads  1,212",
     ]
 
 
