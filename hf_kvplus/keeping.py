@@ -13,6 +13,7 @@ from . import _compat
 from .attention import padding_of
 from .caches import PagedCache
 from .errors import UnsupportedModelError
+from .standin import TENSORS_ALONE
 
 PREPARE_INPUTS = "prepare_inputs_for_generation"
 
@@ -61,7 +62,12 @@ def prefill(original, self, *args, **kwargs):
         return original(self, *args, **kwargs)
     cache = cache_of(model_kwargs)
     before = _seen(cache)
-    outputs = original(self, *args, **kwargs)
+    try:
+        outputs = original(self, *args, **kwargs)
+    except (TypeError, ValueError, RuntimeError) as error:
+        if TENSORS_ALONE in str(error):
+            raise refused(repr(cache), self, "reads its keys by code that takes nothing but tensors") from error
+        raise
     _keep(self, cache, outputs, model_kwargs)
     if _seen(cache) <= before:
         raise _unused(self, cache)

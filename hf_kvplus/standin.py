@@ -6,6 +6,11 @@ tensor, built at that moment, and goes on as with any cache.
 
 import torch
 
+from .errors import UnsupportedModelError
+
+#: What code that takes nothing but tensors is heard to say: its messages name the type, or show the object.
+TENSORS_ALONE = "in pages, which code that takes nothing but tensors cannot read: leave the cache out for this model"
+
 
 class StandIn:
     """Keys or values of a layer, as they were when `update` returned this object.
@@ -16,6 +21,8 @@ class StandIn:
         fresh: the tensor just given to `update`, if it was the first of its sequences (an ordinary prefill).
         shape, dtype: those that the dense tensor has.
     """
+
+    __qualname__ = f"StandIn (keys or values {TENSORS_ALONE})"
 
     def __init__(
         self, layer, name: str, shape: torch.Size, dtype: torch.dtype, fresh: torch.Tensor | None = None
@@ -45,13 +52,37 @@ class StandIn:
     def __getattr__(self, name: str):
         if name.startswith("__"):
             raise AttributeError(name)
+        if name.endswith("_"):
+            self._refuse_edit()
         return getattr(self.dense(), name)
+
+    def __setitem__(self, index, value) -> None:
+        self._refuse_edit()
+
+    def _refuse_edit(self) -> None:
+        raise UnsupportedModelError(
+            f"This model's code edits the cached {self.name} in place, and a page is never changed. Leave "
+            "`cache_implementation` out for this model."
+        )
+
+    def __repr__(self) -> str:
+        return f"<{self.name} {list(self.shape)} {TENSORS_ALONE}>"
+
+    def __dlpack__(self, **kwargs):
+        return self.dense().__dlpack__(**kwargs)
+
+    def __dlpack_device__(self):
+        return self.dense().__dlpack_device__()
 
     def __len__(self) -> int:
         return self.shape[0]
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
+        name, out = getattr(func, "__name__", ""), (kwargs or {}).get("out")
+        for written in (args[0] if name.endswith("_") and not name.endswith("__") and args else None, out):
+            if isinstance(written, StandIn):
+                written._refuse_edit()
         return func(*_dense(args), **_dense(kwargs or {}))
 
 
@@ -78,7 +109,7 @@ def stand_ins(layer, keys: torch.Tensor, values: torch.Tensor, tokens: int, fres
 
 def _dense(value):
     """`value` with every stand-in in it, however deep in lists, tuples and dicts, replaced by its dense tensor."""
-    if type(value) is StandIn:
+    if isinstance(value, StandIn):
         return value.dense()
     if type(value) in (list, tuple):
         return type(value)(_dense(item) for item in value)

@@ -2,11 +2,16 @@
 
 import operator
 
+import einops
+import numpy
 import pytest
 import torch
+from conftest import tiny_llama
+from generating import generate, prompts
 from layers import layer_of
 from numerics import assert_close
 
+import hf_kvplus
 from hf_kvplus import UnsupportedModelError
 from hf_kvplus.layer import PagedLayer
 from hf_kvplus.retention.keydiff import KeyDiff
@@ -129,6 +134,69 @@ def test_touching_an_evicting_layer_is_refused(retention, new, touch):
     filled = Filled(new=new, retention=retention)
     with pytest.raises(UnsupportedModelError, match=r"reads the cached keys outside of its attention.*'paged_int8'"):
         touch(filled.k)
+
+
+# --- code that takes tensors alone ------------------------------------------------------------------------------------
+
+
+@torch.jit.script
+def scripted(keys: torch.Tensor):
+    return keys + 1
+
+
+REJECTING = {
+    "einops": lambda k: einops.rearrange(k, "b h t d -> b t (h d)"),
+    "script": scripted,
+    "vmap": lambda k: torch.vmap(lambda row: row + 1)(k),
+    "grad": lambda k: torch.func.grad(lambda each: each.square().sum())(k),
+}
+
+
+@pytest.mark.parametrize("name", REJECTING)
+def test_code_that_rejects_a_stand_in_says_what_to_do(filled, name):
+    REJECTING[name](filled.keys)
+    with pytest.raises((TypeError, ValueError, RuntimeError), match=r"in pages, which code .*leave the cache out for"):
+        REJECTING[name](filled.k)
+
+
+@pytest.mark.parametrize("name", REJECTING)
+@pytest.mark.parametrize("string", ["paged_int8", "keydiff_paged_int8"])
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+def test_a_model_with_such_code_is_refused(monkeypatch, name, string):
+    update = hf_kvplus.PagedCache.update
+
+    def used(*args, **kwargs):
+        keys, values = update(*args, **kwargs)
+        REJECTING[name](keys)
+        return keys, values
+
+    monkeypatch.setattr(hf_kvplus.PagedCache, "update", used)
+    with pytest.raises(UnsupportedModelError, match=r"PagedCache\(.* cannot serve Llama.*, which reads .*Leave"):
+        generate(tiny_llama(), prompts(20), cache_implementation=string)
+
+
+@pytest.mark.parametrize("make", [torch.as_tensor, torch.tensor, torch.asarray, torch.from_dlpack, numpy.asarray])
+def test_what_makes_a_tensor_of_anything_takes_a_stand_in(filled, make):
+    for standin, tensor in ((filled.k, filled.keys), (filled.v, filled.values)):
+        assert torch.equal(torch.as_tensor(make(standin)), tensor)
+
+
+EDITS = {
+    "item": lambda k: operator.setitem(k, (slice(None), slice(None), 3), 0.0),
+    "method": lambda k: k.mul_(2),
+    "masked": lambda k: k.masked_fill_(torch.ones(1, dtype=torch.bool), 0.0),
+    "function of torch": lambda k: torch.relu_(k),
+    "out": lambda k: torch.add(torch.zeros(1), 1, out=k),
+}
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_edits_in_place_are_refused(filled, name):
+    """What is edited would be a copy: attention would go on with the keys as they were."""
+    with pytest.raises(UnsupportedModelError, match=r"edits the cached keys in place.*Leave `cache_impl"):
+        EDITS[name](filled.k)
+    assert torch.equal(filled.k.dense(), filled.keys)
+    torch.zeros(2, 2, 40, 6).copy_(filled.k)  # to read it is fine
 
 
 # --- layers that share keys and values ----------------------------------------------------------------------------
