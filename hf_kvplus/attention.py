@@ -12,7 +12,7 @@ import torch
 
 from . import _compat, functions, step
 from .errors import UnsupportedModelError
-from .guards import outside_autocast
+from .guards import carries_gradient, outside_autocast
 from .layer import PagedLayer
 from .masks import by_position, of_slots, visible
 from .ops.decode_attention import decode_attention, has_kernel
@@ -83,7 +83,8 @@ def attend(inner: Callable, module: torch.nn.Module, query, key, value, attentio
     """
     if type(value) is not StandIn:
         return inner(module, query, key.dense(), value, attention_mask, **kwargs)
-    if key.layer.reservation is not None and key.fresh is None:
+    trains = carries_gradient(query, attention_mask, *kwargs.values())  # a step has no backward
+    if key.layer.reservation is not None and key.fresh is None and not trains:
         heard, unheeded = functions.heard(inner, kwargs)
         standard = functions.is_standard(inner)
         full = isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 4
@@ -144,6 +145,8 @@ def _attend_on_host(inner: Callable, module, query, key: StandIn, value: StandIn
         _refuse_unpadding(mask, layer)
     layer.learn_padding(padding_of(mask, layer, new))
     pages, tail = layer.sealed.view(), layer.unsealed()
+    if carries_gradient(query, mask, *kwargs.values()):
+        tail = tuple(tokens.clone() for tokens in tail)  # backward reads them when others have been written beside
     from_pages = new <= MAX_DECODE_TOKENS or has_kernel(query, pages, *tail)
     from_pages = from_pages or (evicts and not _compat.takes_slot_masks(inner))
     fused = standard and not by_position and not wants_weights

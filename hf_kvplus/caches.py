@@ -23,6 +23,7 @@ from transformers.cache_utils import (
 from . import registry
 from .errors import UnsupportedModelError, invalid
 from .formats import FormatSpec
+from .guards import detached_copy
 from .hybrid import HybridPagedLayer
 from .layer import PagedLayer
 from .registry import CacheSpec
@@ -158,7 +159,8 @@ class PagedCache(DynamicCache):
             if isinstance(layer, PagedLayer):
                 twin.layers.append(layer.fork(repeats))
                 continue
-            layer = copy.deepcopy(layer)
+            layer = copy.copy(layer)
+            vars(layer).update(detached_copy(vars(layer)))
             held = [leaf for leaf in tree_leaves(vars(layer)) if isinstance(leaf, torch.Tensor) and leaf.ndim > 1]
             if repeats > 1 and held:
                 layer.reorder_cache(torch.arange(held[0].shape[0], device=held[0].device).repeat_interleave(repeats))

@@ -1,10 +1,12 @@
 """What our own code runs under, whatever the caller runs under: no autocast, no gradients, no other thread."""
 
+import copy
 import functools
 import warnings
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 
 def outside_autocast(device: torch.device) -> AbstractContextManager:
@@ -42,9 +44,14 @@ def storing(method):
     return run
 
 
-def carries_gradient(*tensors: torch.Tensor) -> bool:
-    """Whether what is computed from `tensors` now would be trained through."""
-    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+def carries_gradient(*given) -> bool:
+    """Whether what is computed now from the tensors among these arguments of a call would be trained through."""
+    return torch.is_grad_enabled() and any(getattr(each, "requires_grad", False) for each in given)
+
+
+def detached_copy(value):
+    """A deep copy of `value` whose tensors, however deep in it, carry no gradient (torch copies no others)."""
+    return copy.deepcopy(tree_map_only(torch.Tensor, torch.Tensor.detach, value))
 
 
 @functools.cache

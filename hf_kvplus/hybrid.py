@@ -1,9 +1,8 @@
 """A layer with a linear state beside its keys and values (Falcon-H1, Zamba2): the state as it was, pages beside it."""
 
-import copy
-
 from transformers.cache_utils import LinearAttentionLayer
 
+from .guards import detached_copy
 from .layer import PagedLayer
 
 
@@ -45,7 +44,7 @@ class HybridPagedLayer(PagedLayer, LinearAttentionLayer):
 
     def __copy__(self) -> "HybridPagedLayer":
         twin = super().__copy__()
-        vars(twin).update({name: copy.deepcopy(value) for name, value in self.beside().items()})
+        vars(twin).update(detached_copy(self.beside()))
         return twin
 
     def beside(self) -> dict:

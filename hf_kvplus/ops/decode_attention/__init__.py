@@ -90,7 +90,7 @@ def decode_attention(
             raise ValueError(
                 f"`mask` is {tuple(mask.shape)}, expected [1 or {rows}, 1, {kv_heads} or {heads}, {q_len}, {slots}]."
             )
-    chosen = _backend(backend, query, pages, tail_keys, tail_values, mask)
+    chosen = _backend(backend, query, pages, tail_keys, tail_values, mask, sinks)
     return chosen.decode_attention(query, pages, tail_keys, tail_values, mask, scale, softcap, sinks)
 
 
@@ -99,14 +99,14 @@ def has_kernel(query: torch.Tensor, pages: Sequence[PageView], tail_keys, tail_v
     return _backend("auto", query, pages, tail_keys, tail_values, None) is not reference
 
 
-def _backend(name: str, query, pages, tail_keys, tail_values, mask):
+def _backend(name: str, query, pages, tail_keys, tail_values, mask, sinks=None):
     """The module that serves a call."""
     if name == "auto":
         device = query.device.type
         for kernel in KERNELS.values():
             if device != kernel.DEVICE or not kernel.by_default():
                 continue
-            if carries_gradient(query, tail_keys, tail_values):
+            if carries_gradient(query, tail_keys, tail_values, mask, sinks):
                 continue  # kernels have no backward
             reason = kernel.missing()
             if reason:
