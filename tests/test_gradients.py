@@ -4,8 +4,10 @@ import contextlib
 import copy
 import functools
 import gc
+import re
 import warnings
 import weakref
+from pathlib import Path
 
 import pytest
 import test_architectures as architectures
@@ -24,6 +26,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:hf_kvplus. gradients stop"),
     pytest.mark.filterwarnings("error:.*an autograd kernel was not registered"),  # an operator that has no backward
 ]
+ROOT = Path(__file__).parents[1]
 IDS, STEPS = prompts(60, 60)["input_ids"] % 95, (20, 21, 30, *range(31, 60))
 
 
@@ -144,13 +147,33 @@ def test_of_attention_sinks(only, options):
     assert_same_gradients(*both_gradients(models, cache))
 
 
+def evicting(name, model):
+    """The cache of a string, which evicts within these tests if its policy ever does."""
+    kept = {"budget": 24} if "keydiff" in name else {"window": 16} if "sliding" in name else {}
+    return hf_kvplus.make_cache(name, model, page_size=8, **kept)
+
+
+@pytest.mark.parametrize("only", ["", "q_proj"])
+@pytest.mark.parametrize("name", STRINGS)
+def test_one_backward_for_all_calls_is_one_for_each(name, only):
+    """What backward reads of a call is not what later calls write over, or free."""
+    models = trained(only=only)
+    both = zip(*(losses(model, evicting(name, model), None) for model in models))
+    with torch.no_grad():
+        next(both)
+    total = 0
+    for loss, alone in both:
+        total = total + loss
+        alone.backward()
+    total.backward()
+    assert_same_gradients(gradients(models[0]), gradients(models[1]), 1e-5)
+
+
 @pytest.mark.parametrize("name", STRINGS)
 def test_what_changes_with_a_weight_is_what_the_gradient_says(name):
     """Also where tokens were evicted: a step along the gradient changes the output by as much as the gradient says."""
     model, _ = trained()
-    model = model.float()
-    kept = {"budget": 24} if "keydiff" in name else {"window": 16} if "sliding" in name else {}
-    cache = hf_kvplus.make_cache(name, model, page_size=8, **kept)
+    cache = evicting(name, model)
     with torch.no_grad():
         call(model, IDS[:, :48], cache)
     weights = list(model.parameters())
@@ -209,6 +232,19 @@ def test_nobody_else_is_warned():
         call(frozen, IDS, make("paged_int8", frozen))
         call(model, IDS, DynamicCache(config=model.config))
     assert found == []
+
+
+def test_the_example_of_the_readme():
+    model, _ = trained()
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    (example,) = (block for block in blocks if ".fork(" in block)
+    example = example.replace("cache=", f"{forward_cache_name(model)}=")
+    names = {"hf_kvplus": hf_kvplus, "torch": torch, "model": model, "inputs": prompts(100)}
+    with told() as found:
+        exec(example, names)
+    assert found == []
+    assert names["branch"].layers[0].keys.shape[:3] == (8, 2, 100)
+    assert names["branch"].stats().shared_pages > 0
 
 
 # --- what is kept -----------------------------------------------------------------------------------------------------
