@@ -95,7 +95,7 @@ def attend(inner: Callable, module: torch.nn.Module, query, key, value, attentio
         if full and key.layer.masked_by_positions and (standard or step.within_graph(query.device)):
             functions.tell_of_dense_reads(inner, unheeded, attention_mask, _wants_weights(kwargs))
             return inner(module, query, key.dense(), value.dense(), attention_mask, **kwargs)
-    return _attend_on_host(inner, module, query, key, value, attention_mask, kwargs)
+    return _attend_on_host(inner, module, query, key, value, attention_mask, kwargs, trains)
 
 
 def _attend_in_step(module, query, key: StandIn, mask, heard: dict) -> torch.Tensor:
@@ -118,7 +118,7 @@ def _attend_in_step(module, query, key: StandIn, mask, heard: dict) -> torch.Ten
 
 
 @torch.compiler.disable
-def _attend_on_host(inner: Callable, module, query, key: StandIn, value: StandIn, attention_mask, kwargs: dict):
+def _attend_on_host(inner: Callable, module, query, key: StandIn, value: StandIn, attention_mask, kwargs, trains: bool):
     layer: PagedLayer = key.layer
     if key.fresh is None and layer.reservation is not None:
         layer.reserve(None)  # what a step cannot serve would take it back every time
@@ -145,8 +145,6 @@ def _attend_on_host(inner: Callable, module, query, key: StandIn, value: StandIn
         _refuse_unpadding(mask, layer)
     layer.learn_padding(padding_of(mask, layer, new))
     pages, tail = layer.sealed.view(), layer.unsealed()
-    if carries_gradient(query, mask, *kwargs.values()):
-        tail = tuple(tokens.clone() for tokens in tail)  # backward reads them when others have been written beside
     from_pages = new <= MAX_DECODE_TOKENS or has_kernel(query, pages, *tail)
     from_pages = from_pages or (evicts and not _compat.takes_slot_masks(inner))
     fused = standard and not by_position and not wants_weights
@@ -158,6 +156,8 @@ def _attend_on_host(inner: Callable, module, query, key: StandIn, value: StandIn
         keys, values = (layer.contiguous(each.name)[:, :, span].to(each.dtype) for each in (key, value))
         result = inner(module, query, keys, values, mask, **kwargs)
     elif from_pages and fused:
+        if trains:
+            tail = tuple(tokens.clone() for tokens in tail)  # backward reads them when others are written beside them
         out = decode_attention(
             query,
             pages,
